@@ -1,0 +1,45 @@
+# Every target makes the virtual environment it needs, once; a change of pyproject.toml or of the pins renews it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread per worker: two workers with two threads each are slower on two cores than two with one.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: demo test test-all bench lint format clean
+
+demo: $(VENV)/.lab
+	$(BIN)/equinorm demo
+
+test: lint
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.lab
+	$(BIN)/python benchmarks/balance.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The constraints file keeps every install at the versions the tests run with, torch's CPU build among them.
+$(VENV)/.lab: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev]'
+	touch $@ $(VENV)/.lab

@@ -1,0 +1,275 @@
+"""The function ENorm minimises: the Lp norm of a network's weights over all its rescalings.
+
+With log-scales s (stock2019 eq. 4 and 12, on any graph),
+
+    F(s) = Σ_w c^(p·depth(w)) Σ_e |w[e]|^p · exp(p · (s_out(e) - s_in(e))),
+
+a sum of exponentials of linear forms, hence convex. Only sums of |w|^p over elements with the same pair of scales are
+needed, so every parameter is first reduced to a batch of matrices: a convolution to out × in, a grouped one to one
+matrix per group, a gain to a batch of 1 × 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .symmetry import ScaledParameter, Symmetry, Term
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The scale variables of the rows (or columns) of a batch of matrices, and their exponents; both batch × length."""
+
+    index: Tensor  # n stands for "no variable"
+    exponent: Tensor
+
+    def reshaped(self, *shape: int) -> Side:
+        return Side(self.index.reshape(shape), self.exponent.reshape(shape))
+
+    def every(self, step: int) -> Side:
+        return Side(self.index[::step], self.exponent[::step])
+
+    def run_length(self) -> int:
+        """The common length of runs of equal batch entries, or 1 if there is none."""
+        changed = (self.index[1:] != self.index[:-1]) | (self.exponent[1:] != self.exponent[:-1])
+        edges = [0, *(changed.any(1).nonzero().view(-1) + 1).tolist(), len(self.index)]
+        lengths = {b - a for a, b in pairwise(edges)}
+        return lengths.pop() if len(lengths) == 1 else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How one parameter becomes a batch of matrices whose rows and columns each belong to one scale variable."""
+
+    name: str
+    reduced: tuple[int, ...]  # axes summed away: kernel windows, and whatever no scale depends on
+    order: tuple[int, ...]  # the other axes: those both sides depend on, rows, columns
+    weight: float  # c ** (p · depth)
+    rows: Side
+    columns: Side
+    cancels: Tensor | None  # where row and column are one scale to the same power, which then has no effect
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        batch, rows = self.rows.index.shape
+        return batch, rows, self.columns.index.shape[1]
+
+    def reduce(self, parameter: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+        """Sums of |w|^p over the elements that share a row and a column, times the depth weight."""
+        powers = parameter.detach()
+        if self.reduced and p == 2:
+            powers = torch.linalg.vector_norm(powers, 2, self.reduced, keepdim=True, dtype=dtype).square_()
+        else:
+            powers = powers.to(dtype).abs().pow(p)
+            powers = powers.sum(self.reduced, keepdim=True) if self.reduced else powers
+        matrices = powers.permute([*self.order, *self.reduced]).reshape(self.shape)
+        if self.cancels is not None:
+            matrices = matrices.masked_fill(self.cancels, 0.0)
+        return matrices * self.weight if self.weight != 1.0 else matrices
+
+
+def layouts(symmetry: Symmetry, p: float, c: float, counted: Callable[[ScaledParameter], bool]) -> list[Layout]:
+    """The layout of every parameter that counts in the norm and can move."""
+    return [_layout(w, symmetry.num_scales, c ** (p * w.depth)) for w in symmetry.moving if counted(w)]
+
+
+def _layout(w: ScaledParameter, n: int, weight: float) -> Layout:
+    axes = range(len(w.shape))
+    out = {a for a in axes if w.out is not None and w.out.index.shape[a] > 1}
+    into = {a for a in axes if w.into is not None and w.into.index.shape[a] > 1}
+    shared, row_axes, column_axes = sorted(out & into), sorted(out - into), sorted(into - out)
+    batch = prod(w.shape[a] for a in shared)
+    rows = _side(w.out, w.shape, shared + row_axes, batch, n, sign=1.0)
+    columns = _side(w.into, w.shape, shared + column_axes, batch, n, sign=-1.0)
+    rows, columns = _grouped(rows, columns)
+    order = (*shared, *row_axes, *column_axes)
+    reduced = tuple(a for a in axes if a not in order)
+    return Layout(w.name, reduced, order, weight, rows, columns, _cancelling(rows, columns, n))
+
+
+def _side(term: Term | None, shape: torch.Size, axes: list[int], batch: int, n: int, sign: float) -> Side:
+    if term is None:
+        length = prod(shape[a] for a in axes) // batch
+        return Side(torch.full((batch, length), n), torch.zeros(batch, length, dtype=torch.float64))
+    full = [shape[a] if a in axes else 1 for a in range(len(shape))]
+    order = [*axes, *(a for a in range(len(shape)) if a not in axes)]
+    index, exponent = (x.expand(full).permute(order).reshape(batch, -1) for x in (term.index, term.exponent))
+    return Side(index, torch.where(index < n, exponent * sign, 0.0))
+
+
+def _grouped(rows: Side, columns: Side) -> tuple[Side, Side]:
+    """A grouped convolution as one matrix per group: its batch axis has runs that share their columns (or rows)."""
+    if len(rows.index) > 1 and rows.index.shape[1] == 1 < columns.index.shape[1] and (run := columns.run_length()) > 1:
+        return rows.reshaped(-1, run), columns.every(run)
+    if len(rows.index) > 1 and columns.index.shape[1] == 1 < rows.index.shape[1] and (run := rows.run_length()) > 1:
+        return columns.reshaped(-1, run), rows.every(run)  # transposed: the batch axis runs over the inputs
+    return rows, columns
+
+
+def _cancelling(rows: Side, columns: Side, n: int) -> Tensor | None:
+    """Entries in which both sides are the same variable to opposite powers: constants (the diagonal of x + conv(x))."""
+    common = rows.index.unique()
+    if not bool(torch.isin(common[common < n], columns.index).any()):
+        return None
+    row, column = rows.index[:, :, None], columns.index[:, None, :]
+    net = rows.exponent[:, :, None] + columns.exponent[:, None, :]
+    cancels = (row == column) & (net.abs() < 1e-9)
+    return cancels if bool(cancels.any()) else None
+
+
+class Sum:
+    """Sums of values by an index that never changes: y[j] = Σ x[i] over index[i] = j, always in the same order.
+
+    (On a GPU `index_add_` adds in any order, and data-parallel copies of a model would drift apart.)
+    """
+
+    def __init__(self, index: Tensor, size: int, device: torch.device) -> None:
+        self.index, self.size = index.to(device), size
+        self._sorted = torch.argsort(index, stable=True).to(device) if device.type != "cpu" else None
+        self._lengths = torch.bincount(index, minlength=size).to(device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self._sorted is None:
+            return torch.zeros(self.size, dtype=values.dtype).index_add_(0, self.index, values)
+        return torch.segment_reduce(values[self._sorted], "sum", lengths=self._lengths, unsafe=True)
+
+
+@dataclass(eq=False)
+class Point:
+    """F at one point: the mass Σ|w|^p on every row and column, and what it says about each variable."""
+
+    row_factors: list[Tensor]
+    column_factors: list[Tensor]
+    mass: Tensor  # of all rows and columns, in the order of Objective.index
+    up: Tensor  # per variable Σ k·mass over entries with exponent k > 0: the incoming mass
+    down: Tensor  # per variable Σ |k|·mass over entries with k < 0: the outgoing mass
+    value: Tensor  # F
+
+    @property
+    def gradient(self) -> Tensor:
+        """∂F/∂s, up to the factor p."""
+        return self.up - self.down
+
+
+class Objective:
+    """F on given weights, as a function of log-scales, with gradient and Hessian products.
+
+    `dropped` variables are dead or cannot be balanced: their entries leave the objective. `fixed` ones stay at 0 while
+    their entries count. `loose` ones are not linked to any fixed one. (The last place means "no variable".)
+    """
+
+    def __init__(self, n: int, p: float, layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device) -> None:
+        self.n, self.p, self.layouts = n, p, list(layouts)
+        self.dtype, self.device = dtype, device
+        sides = [side for layout in layouts for side in (layout.rows, layout.columns)]
+        empty = torch.zeros(0, dtype=torch.int64)
+        index = torch.cat([empty, *(side.index.reshape(-1) for side in sides)])
+        self.index = index.to(device)
+        self._sum = Sum(index, n + 1, device)
+        exponents = torch.cat([empty.double(), *(side.exponent.reshape(-1) for side in sides)])
+        self.exponent = exponents.to(device, dtype)
+        self._cuts = [side.index.numel() for side in sides]
+        self.matrices: list[Tensor] = []
+        self.dropped = torch.zeros(n + 1, dtype=torch.bool, device=device)
+        self.fixed = torch.zeros(n + 1, dtype=torch.bool, device=device)
+        self.fixed[n] = True
+        self.loose = torch.zeros_like(self.dropped)
+
+    def load(self, tensors: Callable[[str], Tensor]) -> None:
+        """Read the weights: reduce every parameter to its matrices."""
+        self.matrices = [x.reduce(tensors(x.name), self.p, self.dtype).to(self.device) for x in self.layouts]
+
+    @property
+    def free(self) -> Tensor:
+        return ~(self.dropped | self.fixed)[: self.n]
+
+    def split(self, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A vector over all rows and columns, as batch × rows and batch × columns of each layout."""
+        parts = values.split(self._cuts)
+        return [
+            (parts[2 * i].view(x.rows.index.shape), parts[2 * i + 1].view(x.columns.index.shape))
+            for i, x in enumerate(self.layouts)
+        ]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """A vector over variables, at every row and column, times the exponents there."""
+        return torch.cat([values, values.new_zeros(1)])[self.index] * self.exponent
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """The transpose of `gather` without the exponents."""
+        return self._sum(values)[: self.n]
+
+    def at(self, s: Tensor) -> Point:
+        kept = (~self.dropped).to(self.dtype)[self.index]
+        row_factors, column_factors, masses = [], [], []
+        for matrix, (row, column), (keep_row, keep_column) in zip(
+            self.matrices, self.split(self.p * self.gather(s)), self.split(kept), strict=True
+        ):
+            # one number moved from one side to the other keeps both exponentials in range
+            shift = column.amax()
+            u, v = (row + shift).exp() * keep_row, (column - shift).exp() * keep_column
+            row_factors.append(u)
+            column_factors.append(v)
+            masses += [(u * times(matrix, v)).view(-1), (v * times(matrix.mT, u)).view(-1)]
+        mass = torch.cat(masses) if masses else self.exponent.new_zeros(0)
+        pull = self.exponent * mass
+        value = sum((m.sum() for m in masses[::2]), torch.zeros((), dtype=self.dtype, device=self.device))
+        up, down = self.scatter(pull.clamp_min(0)), self.scatter((-pull).clamp_min(0))
+        return Point(row_factors, column_factors, mass, up, down, value)
+
+    def hessian_diagonal(self, point: Point) -> Tensor:
+        """Σ k²·mass per variable, up to p². (A variable on both sides of an entry adds a cross term left out here.)"""
+        return self.scatter(self.exponent.square() * point.mass)
+
+    def hessian_times(self, point: Point, x: Tensor) -> Tensor:
+        """The Hessian at a point times a vector, up to p²."""
+        moved, parts = self.gather(x), []
+        for matrix, u, v, (row, column) in zip(
+            self.matrices, point.row_factors, point.column_factors, self.split(moved), strict=True
+        ):
+            parts += [(u * times(matrix, v * column)).view(-1), (v * times(matrix.mT, u * row)).view(-1)]
+        crossed = torch.cat(parts) if parts else moved
+        return self.scatter(self.exponent * (point.mass * moved + crossed))
+
+    def hessian_between(self, point: Point, group: Tensor, groups: int) -> Tensor:
+        """The Hessian restricted to vectors that are constant on groups of variables: groups × groups, up to p²."""
+        padded = torch.cat([group, group.new_full((1,), groups)])
+        member = padded[self.index]
+        total = torch.zeros(groups + 1, groups + 1, dtype=self.dtype, device=self.device)
+        own = self.exponent.square() * point.mass
+        total.view(-1).index_add_(0, member * (groups + 2), own)
+        weighted = self.split(self.exponent)
+        for matrix, u, v, (k_row, k_column), (row, column) in zip(
+            self.matrices, point.row_factors, point.column_factors, weighted, self.split(member), strict=True
+        ):
+            local, place = column.unique(return_inverse=True)
+            spread = torch.zeros(*column.shape, len(local), dtype=self.dtype, device=self.device)
+            spread.scatter_(2, place[:, :, None], (v * k_column)[:, :, None])
+            linked = (u * k_row)[:, :, None] * (matrix @ spread)  # batch × rows × local groups
+            cell = row[:, :, None] * (groups + 1) + local
+            half = torch.zeros_like(total)
+            half.view(-1).index_add_(0, cell.reshape(-1), linked.reshape(-1))
+            total += half + half.T
+        return total[:groups, :groups]
+
+
+def times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """A batch of matrices times a batch of vectors (one fast product for each shape that occurs)."""
+    batch, rows, columns = matrices.shape
+    if batch == 1:
+        return torch.mv(matrices[0], vectors[0])[None]
+    if rows == 1 or columns == 1:
+        return (matrices * vectors[:, None, :]).sum(-1)
+    return torch.bmm(matrices, vectors[:, :, None])[:, :, 0]
+
+
+def imbalance(point: Point, free: Tensor) -> Tensor:
+    """max |log(incoming / outgoing mass)| over free variables: 0 exactly at the optimum (stock2019, section 3.3)."""
+    gap = (point.up / point.down).log().abs()
+    return torch.where(free, gap, 0.0).max() if len(free) else gap.new_zeros(())

@@ -1,0 +1,7 @@
+"""Which rescalings of a model's parameters leave its function unchanged."""
+
+from .capture import TraceError
+from .explain import Explanation, Row
+from .symmetry import ScaledParameter, Symmetry, Term, trace
+
+__all__ = ["Explanation", "Row", "ScaledParameter", "Symmetry", "Term", "TraceError", "trace"]

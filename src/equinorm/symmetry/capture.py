@@ -1,0 +1,370 @@
+"""Capture a model as a flat ATen graph with `torch.export`, and say what each of its inputs is."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+_TORCH = Path(torch.__file__).parent
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class TraceError(RuntimeError):
+    """The model could not be captured; the message says why and what to do. Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the model under its first name; other names of the same tensor are listed in `aliases`."""
+
+    name: str
+    shape: torch.Size
+    aliases: tuple[str, ...] = ()
+    frozen_because: str | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """An exported graph and what its placeholders are."""
+
+    module: fx.GraphModule
+    placeholders: tuple[str, ...]
+    parameters: dict[str, Parameter]  # by placeholder
+    constants: dict[str, Tensor]  # tensors whose values are fixed: lifted constants and index buffers
+    buffers: dict[str, torch.Size]
+    inputs: dict[str, torch.Size]
+    every_parameter: tuple[Parameter, ...]  # also those the graph does not use
+    call_sites: dict[str, str]  # for each module, the line of the user's code that called it
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside `torch.compile` and data-parallel wrappers."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def capture(model: nn.Module, example_inputs: Any, keep: Sequence[str] = ()) -> Captured:
+    """Export `model` on `example_inputs`; parameters whose name matches a pattern in `keep` count as constants."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    model = unwrap(model)
+    parameters = describe_parameters(model, keep)
+    args, kwargs = example_arguments(model, example_inputs)
+    exported, call_sites = _export(model, args, kwargs)
+    if _must_functionalise(exported.graph_module, writable=set(exported.graph_signature.inputs_to_buffers)):
+        exported = exported.run_decompositions({})
+    return _described(model, exported, parameters, call_sites)
+
+
+def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor, a tuple of positional arguments or a dict of keyword arguments, as `(args, kwargs)`.
+
+    Only shapes and dtypes matter, so a meta tensor serves as well as a real one.
+    """
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), dict(example_inputs)
+    elif isinstance(example_inputs, tuple | list):
+        args, kwargs = tuple(example_inputs), {}
+    else:
+        args, kwargs = (example_inputs,), {}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_meta and device.type != "meta":
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        return leaf
+
+    args, kwargs = pytree.tree_map(place, (args, kwargs))
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        raise TypeError(
+            "example_inputs must hold at least one tensor: pass a tensor, a tuple of positional arguments or a dict of "
+            f"keyword arguments for {type(model).__name__}.forward, got {type(example_inputs).__name__}"
+        )
+    return args, kwargs
+
+
+def describe_parameters(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, Parameter]:
+    """Every name of every parameter; names of one tensor share a description, unusable tensors say why."""
+    named: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    for name, tensor in named:
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise TraceError(f"parameter {name!r} is not initialized yet: run the model once on real data first")
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            raise ValueError(f"keep={pattern!r} matches no parameter of {type(model).__name__}")
+    groups: dict[Any, list[tuple[str, Tensor]]] = {}
+    for name, tensor in named:
+        groups.setdefault(_place(tensor), []).append((name, tensor))
+    others = [("buffer " + name, tensor) for name, tensor in model.named_buffers()]
+    overlapping = _overlaps([members[0] for members in groups.values()] + others)
+    described: dict[str, Parameter] = {}
+    for members in groups.values():
+        (first, tensor), names = members[0], [name for name, _ in members]
+        because = _unusable(tensor)
+        if because is None and first in overlapping:
+            because = f"shares storage with {overlapping[first]}"
+        if because is None and any(fnmatchcase(name, pattern) for name in names for pattern in keep):
+            because = "kept as asked"
+        parameter = Parameter(first, tensor.shape, tuple(names[1:]), because)
+        described.update(dict.fromkeys(names, parameter))
+    return described
+
+
+def _unusable(tensor: Tensor) -> str | None:
+    if type(tensor) not in (nn.Parameter, Tensor):
+        return f"is a {type(tensor).__name__}, not a plain tensor"
+    if tensor.layout != torch.strided:
+        return f"is sparse ({tensor.layout})"
+    if tensor.is_quantized or tensor.dtype not in PLAIN_DTYPES:
+        return f"has dtype {tensor.dtype}"
+    if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "is an expanded view of itself"
+    return None
+
+
+def _place(tensor: Tensor) -> Any:
+    """Where a tensor lives: two names with the same place are one parameter."""
+    if tensor.layout != torch.strided or type(tensor) not in (nn.Parameter, Tensor):
+        return id(tensor)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def _overlaps(tensors: list[tuple[str, Tensor]]) -> dict[str, str]:
+    """Names of tensors that share memory with another one, and that other's name."""
+    spans: dict[Any, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors:
+        if tensor.layout == torch.strided and type(tensor) in (nn.Parameter, Tensor) and tensor.numel():
+            start = int(tensor.storage_offset())
+            last = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append((start, last, name))
+    found: dict[str, str] = {}
+    for members in spans.values():
+        for start, last, name in members:
+            for other_start, other_last, other in members:
+                if other != name and start <= other_last and other_start <= last:
+                    found.setdefault(name, other)
+    return found
+
+
+# -- exporting ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave random state and settings as they are, and keep caches out of the outputs (they would freeze keys)."""
+    config = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        try:
+            if config is not None and cached:
+                config.use_cache = False
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            if config is not None and cached:
+                config.use_cache = cached
+
+
+def source_line(file: str, line: int | str) -> str:
+    return f"{'/'.join(Path(file).parts[-2:])}:{line}"
+
+
+def is_torch_file(file: str) -> bool:
+    return Path(file).is_relative_to(_TORCH)
+
+
+@contextmanager
+def _recorded_calls(model: nn.Module) -> Iterator[dict[str, str]]:
+    """For each module, the innermost line outside torch that called it (exported nodes know the module only)."""
+    names = {id(module): name for name, module in model.named_modules()}
+    sites: dict[str, str] = {}
+
+    def record(module: nn.Module, _: Any) -> None:
+        name = names.get(id(module))
+        frame = sys._getframe(1) if name else None
+        while frame is not None and is_torch_file(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename != __file__ and name:
+            sites[name] = source_line(frame.f_code.co_filename, frame.f_lineno)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(record)
+    try:
+        yield sites
+    finally:
+        handle.remove()
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    with _undisturbed(model), _recorded_calls(model) as call_sites:
+        try:
+            return torch.export.export(model, args, kwargs, strict=False), call_sites
+        except Exception as error:
+            raise TraceError(_why_not(model, args, kwargs, error)) from error
+
+
+def _why_not(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+
+    def describe(leaf: Any) -> str:
+        return f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+
+    given = pytree.tree_map(describe, (args, kwargs))
+    shapes = ", ".join([*map(str, given[0]), *(f"{k}={v}" for k, v in given[1].items())])
+    head = f"could not capture {type(model).__name__} on example inputs ({shapes}): {first}"
+    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
+        return (
+            f"{head}\nIts forward decides something by the values of a tensor. Replace that branch (torch.where, "
+            "torch.cond), or trace the part of the model that does not have it."
+        )
+    return f"{head}\nCheck that `model(*example_inputs)` runs with inputs of these shapes and dtypes."
+
+
+# -- writes in place ---------------------------------------------------------------------------------------------------
+
+# These hand out their input itself in some modes, although their schemas do not say so.
+_MAY_ALIAS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.type_as", "aten.einsum")
+# In-place ops that leave every label as it was, so that it does not matter who else sees the tensor.
+_KEEPS_LABELS = (
+    "aten.relu_.",
+    "aten.leaky_relu_.",
+    "aten.dropout_.",
+    "aten.feature_dropout_.",
+    "aten.abs_.",
+    "aten.neg_.",
+)
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Whether a node writes to its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.arguments:
+        return False
+    alias = node.target._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
+
+
+def _is_view(node: fx.Node) -> bool:
+    if callable(node.target) and getattr(node.target, "__name__", "") == "getitem":
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    shared = any(result.alias_info is not None for result in node.target._schema.returns)
+    return shared or str(node.target).startswith(_MAY_ALIAS)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a chain of views shows."""
+    while (
+        node.op == "call_function"
+        and node.args
+        and isinstance(node.args[0], fx.Node)
+        and (_is_view(node) or is_inplace(node))
+    ):
+        node = node.args[0]
+    return node
+
+
+def _must_functionalise(module: fx.GraphModule, writable: set[str]) -> bool:
+    """Whether an in-place op changes labels of a tensor that something else still looks at.
+
+    `writable` names the placeholders one may write to: buffers, whose content is frozen anyway.
+    """
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    base = {node: base_of(node) for node in order}
+    family: dict[fx.Node, list[fx.Node]] = {}
+    for node, root in base.items():
+        family.setdefault(root, []).append(node)
+    nested = (m for m in module.children() if isinstance(m, fx.GraphModule))
+    if any(_must_functionalise(m, writable=set()) for m in nested):
+        return True
+    for node in order:
+        if not is_inplace(node) or str(node.target).startswith(_KEEPS_LABELS):
+            continue
+        written = node.args[0]
+        if not isinstance(written, fx.Node) or base[written].name in writable:
+            continue
+        if base[written].op == "placeholder":
+            return True
+        for relative in family[base[written]]:
+            seen_later = any(order[user] > order[node] for user in relative.users)
+            if relative is not written and order[relative] < order[node] and seen_later:
+                return True  # an older view of the same memory is read after the write
+    return False
+
+
+# -- describing the result ---------------------------------------------------------------------------------------------
+
+
+def _described(
+    model: nn.Module,
+    exported: torch.export.ExportedProgram,
+    parameters: dict[str, Parameter],
+    call_sites: dict[str, str],
+) -> Captured:
+    signature = exported.graph_signature
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    written = {
+        str(target)
+        for module in exported.graph_module.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+        if is_inplace(node)
+        for target in [node.args[0]]
+    } | {spec.arg.name for spec in signature.output_specs if spec.target is not None}
+    written |= {
+        name for name, fqn in signature.inputs_to_buffers.items() if fqn in signature.buffers_to_mutate.values()
+    }
+    found: dict[str, Parameter] = {}
+    constants: dict[str, Tensor] = {}
+    buffers: dict[str, torch.Size] = {}
+    inputs: dict[str, torch.Size] = {}
+    for node in nodes:
+        name, value = node.name, node.meta.get("val")
+        if name in signature.inputs_to_parameters:
+            found[name] = parameters[signature.inputs_to_parameters[name]]
+        elif name in signature.inputs_to_buffers:
+            buffer = model.get_buffer(signature.inputs_to_buffers[name])
+            # index and mask buffers that nothing writes to keep their values; numbers may be loaded or learned later
+            if (
+                name not in written
+                and not buffer.is_meta
+                and not buffer.dtype.is_floating_point
+                and not buffer.dtype.is_complex
+            ):
+                constants[name] = buffer.detach().cpu()
+            else:
+                buffers[name] = buffer.shape
+        elif name in signature.inputs_to_lifted_tensor_constants:
+            constant = exported.constants[signature.inputs_to_lifted_tensor_constants[name]]
+            if name in written or constant.is_meta or isinstance(constant, torch._subclasses.FakeTensor):
+                buffers[name] = constant.shape
+            else:
+                constants[name] = constant.detach().cpu()
+        elif isinstance(value, Tensor):
+            inputs[name] = value.shape
+    every = tuple({id(p): p for p in parameters.values()}.values())
+    names = tuple(n.name for n in nodes)
+    return Captured(exported.graph_module, names, found, constants, buffers, inputs, every, call_sites)

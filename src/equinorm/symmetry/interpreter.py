@@ -1,0 +1,364 @@
+"""Walk an exported graph once and find out how every tensor may be rescaled."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from . import labels as lb
+from .capture import Captured, base_of, is_inplace
+from .scales import FROZEN, ZERO, Scales
+from .values import Form, Role, Value, activation, axes_of, frozen, known
+
+# More fresh labels than this for one tensor are not worth their memory: the tensor is frozen instead.
+MOST_LABELS = 1 << 22
+# Constants up to this many elements are computed, so that index arithmetic in the graph keeps its values.
+MOST_CONSTANT = 1 << 24
+
+
+class Arguments:
+    """An op's arguments by name, defaults filled in; remembers which ones its rule has looked at."""
+
+    def __init__(self, target: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._values: dict[str, Any] = {}
+        self._seen: set[str] = set()
+        for position, declared in enumerate(target._schema.arguments):
+            if position < len(args):
+                self._values[declared.name] = args[position]
+            elif declared.name in kwargs:
+                self._values[declared.name] = kwargs[declared.name]
+            else:
+                self._values[declared.name] = declared.default_value if declared.has_default_value() else None
+
+    def __getitem__(self, name: str) -> Any:
+        self._seen.add(name)
+        return self._values[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str) -> Any:
+        """An argument that not every overload of the rule has."""
+        self._seen.add(name)
+        return self._values.get(name)
+
+    def unseen(self) -> list[Any]:
+        return [value for name, value in self._values.items() if name not in self._seen]
+
+    def everything(self) -> dict[str, Any]:
+        self._seen.update(self._values)
+        return self._values
+
+
+class Interpreter:
+    """Runs the graph on labels. Rules (see `rules/`) are called with it and an op's arguments."""
+
+    def __init__(self, captured: Captured, batchnorm: str = "preserve") -> None:
+        self.captured = captured
+        self.batchnorm = batchnorm
+        self.scales = Scales()
+        self.forms: dict[str, Form] = {}
+        self.nodes: list[fx.Node] = []  # every node met, in order; scales and roles refer to them by index
+        self.now = -1  # index of the node being interpreted
+        self.unknown_ops: dict[str, int] = {}  # ops without a rule, and the first node that used each
+        self.depends: list[list[int]] = []  # for each node, the nodes it reads
+        self._index: dict[fx.Node, int] = {}
+        self._outer: list[int] = []  # what the region being interpreted depends on
+
+    # -- the walk --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        program = self.captured
+        inputs = [self._placeholder(name) for name in program.placeholders]
+        outputs = self.graph(program.module, inputs)
+        self.freeze(*self._tensors(outputs))  # what leaves the model keeps its scale
+
+    def graph(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Interpret one graph; called again for the sub-graphs of `no_grad` and autocast regions."""
+        env: dict[fx.Node, Any] = {}
+        feed = iter(inputs)
+        result: Any = ()
+        for node in module.graph.nodes:
+            if node.op == "output":
+                self._enter(node)
+                result = self._load(node.args[0], env)
+                continue
+            self._enter(node)
+            if node.op == "placeholder":
+                env[node] = next(feed)
+            elif node.op == "get_attr":
+                env[node] = self._attribute(module, node)
+            else:
+                env[node] = self._call(node, env)
+                if is_inplace(node) and isinstance(written := node.args[0], fx.Node):
+                    env[written] = env[node]  # later readers see the new content
+                    self._index[written] = self.now
+                    if base_of(written).op == "placeholder":  # a buffer outlives this call
+                        self.freeze(*self._tensors(env[node]))
+        return result
+
+    def _enter(self, node: fx.Node) -> None:
+        self.now = len(self.nodes)
+        self.nodes.append(node)
+        self._index[node] = self.now
+        inside = node.op == "placeholder"
+        self.depends.append(list(self._outer) if inside else [self._index[n] for n in node.all_input_nodes])
+
+    def _load(self, tree: Any, env: dict[fx.Node, Any]) -> Any:
+        return fx.map_arg(tree, lambda node: env[node])
+
+    def _attribute(self, module: fx.GraphModule, node: fx.Node) -> Any:
+        found = operator.attrgetter(str(node.target))(module)
+        return known(found) if isinstance(found, Tensor) else found
+
+    def _placeholder(self, name: str) -> Any:
+        """The value of a graph input: a parameter, a constant, a buffer or one of the user's inputs."""
+        program = self.captured
+        if name in program.parameters:
+            parameter = program.parameters[name]
+            if parameter.frozen_because is not None:
+                return frozen(parameter.shape, static=True)
+            axes = range(len(parameter.shape))
+            coordinates = tuple(
+                torch.arange(n).view([-1 if a == axis else 1 for a in axes]).expand(parameter.shape)
+                for axis, n in enumerate(parameter.shape)
+            )
+            self.forms.setdefault(parameter.name, Form(parameter.shape))
+            return Value(parameter.shape, parameter=parameter.name, coordinates=coordinates, static=True)
+        if name in program.constants:
+            return known(program.constants[name])
+        if name in program.buffers:
+            return frozen(program.buffers[name], static=True)
+        shape = program.inputs.get(name)
+        return None if shape is None else frozen(shape)
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        args, kwargs = self._load(node.args, env), self._load(node.kwargs, env)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._region(node, args, kwargs)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return self._barrier(node, args, kwargs)
+        folded = self._fold(node, args, kwargs)
+        if folded is not None:
+            return folded
+        from .rules import find_rule
+
+        rule = find_rule(node.target)
+        if rule is None:
+            return self._barrier(node, args, kwargs)
+        arguments = Arguments(node.target, args, kwargs)
+        result = rule(self, arguments)
+        self.freeze(*self._tensors(arguments.unseen()))  # whatever a rule does not mention is frozen
+        if result is NotImplemented:
+            return self._barrier(node, args, kwargs)
+        return result
+
+    def _barrier(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """An op without a rule (for these arguments) freezes all it touches; it costs freedom, never correctness."""
+        values = self._tensors((args, kwargs))
+        self.unknown_ops.setdefault(str(node.target), self.now)
+        self.freeze(*values)
+        return self.frozen_result(static=all(v.static for v in values))
+
+    def _region(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """`no_grad` and autocast regions are sub-graphs; they compute what they would compute inline."""
+        inlined = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+        skip = inlined.get(str(node.target))
+        if skip is None or not isinstance(args[skip], fx.GraphModule):
+            return self._barrier(node, args, kwargs)
+        here, outer = self.now, self._outer
+        self._outer = self.depends[here]
+        result = self.graph(args[skip], args[skip + 1 :])
+        self._outer = outer
+        self._enter(node)  # after its content, so that nodes stay in the order of their dependence
+        self.depends[self.now] += range(here, self.now)
+        return result
+
+    def _fold(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Compute an op whose inputs are all known, so that constant indices keep their values."""
+        values = self._tensors((args, kwargs))
+        target = self.op
+        if any(v.known is None for v in values) or torch.Tag.nondeterministic_seeded in target.tags:
+            return None
+        shapes = [t.shape for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        if not shapes or any(prod(s) > MOST_CONSTANT for s in shapes) or "empty" in str(target):
+            return None
+        unwrap = lambda leaf: leaf.known if isinstance(leaf, Value) else leaf  # noqa: E731
+        real_args, real_kwargs = pytree.tree_map(unwrap, (args, dict(kwargs)))
+        if is_inplace(node):
+            real_args = (real_args[0].clone(), *real_args[1:])
+        if "device" in real_kwargs:
+            real_kwargs["device"] = "cpu"
+        try:
+            with torch.no_grad():
+                result = target(*real_args, **real_kwargs)
+        except (RuntimeError, NotImplementedError, TypeError):
+            return None  # an op that cannot run here is simply not folded
+        return pytree.tree_map(lambda leaf: known(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+    # -- what rules use --------------------------------------------------------------------------------------------
+
+    @property
+    def node(self) -> fx.Node:
+        return self.nodes[self.now]
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """The ATen overload being interpreted."""
+        target = self.node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        return target
+
+    @property
+    def op_name(self) -> str:
+        """Its name without namespace and overload: `relu_` for `aten.relu_.default`."""
+        return str(self.op).split(".")[1]
+
+    def result_shape(self, which: int | None = None) -> torch.Size:
+        """Shape of the present node's result (of one of its results)."""
+        val = self.node.meta["val"]
+        return torch.Size((val if which is None else val[which]).shape)
+
+    def frozen_result(self, static: bool = False) -> Any:
+        """The present node's result with every element frozen, for the reason that this node made it."""
+        label = self.scales.fresh(1, self.now)
+        self.scales.freeze(label, self.now)
+
+        def result(leaf: Any) -> Any:
+            return activation(label.view(()).expand(leaf.shape), static=static) if isinstance(leaf, Tensor) else leaf
+
+        return pytree.tree_map(result, self.node.meta.get("val"))
+
+    def fresh(self, shape: Sequence[int]) -> Tensor:
+        """One new scale per element of `shape`."""
+        return self.scales.fresh(prod(shape), self.now).view(tuple(shape))
+
+    def freeze(self, *values: Value) -> None:
+        for value in values:
+            if value.parameter is not None:
+                role = Role(self.now, multiplies=False, freezes=True)
+                self.assign(value, plus=lb.constant(FROZEN, value.shape), minus=None, role=role)
+            else:
+                self.scales.freeze(lb.narrowed(value.labels), self.now)
+
+    def merge(self, a: Tensor, b: Tensor, exponent: float = 1.0) -> None:
+        """Demand s_a = s_b ** exponent for label tensors that broadcast together."""
+        (a, b), _ = lb.together([a, b])
+        self.scales.merge(a, b, self.now, exponent)
+
+    def collapse(self, labels: Tensor, axes: Any) -> Tensor:
+        return lb.collapse(self.scales, labels, axes, self.now)
+
+    def power(self, labels: Tensor, exponent: float) -> Tensor:
+        return lb.elementwise(lambda t: self.scales.power(t, exponent), labels)
+
+    def all_frozen(self, labels: Tensor) -> bool:
+        short = lb.narrowed(labels)
+        return bool((self.scales.is_frozen(short) | (short == ZERO)).all())
+
+    def labels(self, value: Value) -> Tensor:
+        """An activation's labels. A parameter met here is used like an activation: it gets labels of its own."""
+        if value.parameter is None:
+            return value.labels
+        opened = self.open(value)
+        if opened is None:
+            self.freeze(value)
+            return lb.constant(FROZEN, value.shape)
+        self.assign(value, plus=opened, minus=None, role=Role(self.now, multiplies=True))
+        return opened
+
+    def open(self, value: Value) -> Tensor | None:
+        """Fresh labels for a parameter's elements, one for all that are the same element; None if they are too many."""
+        axes = set().union(*(lb.varying_axes(c) for c in value.coordinates if c is not None))
+        shape = [n if a in axes else 1 for a, n in enumerate(value.shape)]
+        return self.fresh(shape).expand(value.shape) if prod(shape) <= MOST_LABELS else None
+
+    def assign(self, value: Value, plus: Tensor, minus: Tensor | None, role: Role) -> None:
+        """Demand that the elements of a parameter scale by s[plus] / s[minus] (label tensors of the value's shape)."""
+        assert value.parameter is not None
+        form = self.forms[value.parameter]
+        form.roles.append(role)
+        new_plus = self._to_parameter(value, form.shape, plus)
+        new_minus = None if minus is None else self._to_parameter(value, form.shape, minus)
+        if form.plus is None and form.minus is None:
+            form.plus, form.minus = new_plus, new_minus
+        else:
+            self._unify(form, new_plus, new_minus)
+
+    # -- parameters in several roles -------------------------------------------------------------------------------
+
+    def _to_parameter(self, value: Value, shape: torch.Size, labels: Tensor) -> Tensor:
+        """Labels given in a view's coordinates, in the parameter's own; elements read twice are merged."""
+        moving = lb.varying_axes(labels)
+        used = []
+        for axis, where in enumerate(value.coordinates):
+            if where is None or shape[axis] == 1:
+                continue
+            depends = lb.varying_axes(where) & moving
+            if depends or len(lb.narrowed(where).unique()) < shape[axis]:  # a part of an axis is a role of its own
+                used.append(axis)
+        places = [where for axis, where in enumerate(value.coordinates) if axis in used and where is not None]
+        (labels, *places), _ = lb.together([labels, *places])
+        sizes = [n if a in used else 1 for a, n in enumerate(shape)]
+        flat = torch.zeros((), dtype=torch.int64)
+        for axis, where in zip(used, places, strict=True):
+            flat = flat * shape[axis] + where
+        flat, source = (t.reshape(-1) for t in torch.broadcast_tensors(flat, labels))
+        target = torch.full((prod(sizes),), ZERO)
+        target.scatter_reduce_(0, flat, source, "amax")
+        self.scales.merge(source, target[flat], self.now)
+        return target.view(sizes)
+
+    def _unify(self, form: Form, plus: Tensor, minus: Tensor | None) -> None:
+        """Demand that a second role scales a parameter as the first did.
+
+        plus1 - minus1 = plus2 - minus2 holds if the terms agree one by one, or crosswise up to the sign (a tied
+        embedding: its output axis is the input axis of the language-model head). Where neither fits, nothing is free.
+        """
+
+        def fits(a: Tensor | None, b: Tensor | None, exact: bool) -> bool:
+            one, two = axes_of(a), axes_of(b)
+            return one == two or (not exact and (not one or not two))
+
+        for exact in (True, False):
+            if fits(form.plus, plus, exact) and fits(form.minus, minus, exact):
+                form.plus, form.minus = self._agree(form.plus, plus, 1.0), self._agree(form.minus, minus, 1.0)
+                return
+            if fits(form.plus, minus, exact) and fits(form.minus, plus, exact):
+                form.plus, form.minus = self._agree(form.plus, minus, -1.0), self._agree(form.minus, plus, -1.0)
+                return
+        for term in (form.plus, form.minus, plus, minus):
+            if term is not None:
+                self.scales.freeze(term.reshape(-1), self.now)
+        form.plus, form.minus = torch.full([1] * len(form.shape), FROZEN), None
+
+    def _agree(self, old: Tensor | None, new: Tensor | None, exponent: float) -> Tensor | None:
+        """Demand old = new ** exponent; a missing term is the scale 1."""
+        if old is None and new is None:
+            return None
+        if old is None or new is None:
+            term = old if new is None else new
+            assert term is not None
+            self.scales.freeze(term.reshape(-1), self.now)
+            return old
+        self.scales.merge(old, new, self.now, exponent)
+        if (old == ZERO).any():
+            fill = self.scales.power(new, exponent)
+            return torch.where(old == ZERO, fill, old)
+        return old
+
+    def _tensors(self, tree: Any) -> list[Value]:
+        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
+
+
+Rule = Callable[[Interpreter, Arguments], Any]
+__all__ = ["Arguments", "Interpreter", "Rule", "activation", "frozen", "known", "replace"]

@@ -1,0 +1,241 @@
+"""Linear layers however they are spelled: products of matrices, einsum, convolutions.
+
+A weight w[o, i] between inputs of scale s_in[i] and outputs of scale s_out[o] scales by s_out[o] / s_in[i]. Every op
+here opens one new scale per output channel and hands the weight that form.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import labels as lb
+from ..interpreter import Arguments, Interpreter
+from ..scales import FROZEN
+from ..values import Role, Value, activation
+from .elementwise import add
+from .registry import rule
+
+# -- contractions ------------------------------------------------------------------------------------------------------
+
+
+def contract(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str, out_axes: str) -> Value:
+    """A product of two tensors, written as an einsum: each letter names an axis."""
+    if x.parameter is not None and y.parameter is not None:
+        # two parameters multiply each other: the left one acts like an activation
+        x = activation(t.labels(x))
+    if x.parameter is not None:
+        x, x_axes, y, y_axes = y, y_axes, x, x_axes
+    if y.parameter is not None:
+        return _with_weight(t, x, x_axes, y, y_axes, out_axes)
+    return _of_activations(t, x, x_axes, y, y_axes, out_axes)
+
+
+def _arranged(labels: Tensor, axes: str, target: str, shape: list[int]) -> Tensor:
+    """A label tensor with named axes, laid out along `target` and spread to `shape`."""
+    present = [letter for letter in target if letter in axes]
+    labels = labels.permute([axes.index(letter) for letter in present])
+    for position, letter in enumerate(target):
+        if letter not in axes:
+            labels = labels.unsqueeze(position)
+    return labels.expand(shape)
+
+
+def _kept(t: Interpreter, labels: Tensor, axes: str, keep: str) -> tuple[Tensor, str]:
+    """Merge the labels along all axes that are not kept, and drop those axes."""
+    labels = t.collapse(labels, [i for i, letter in enumerate(axes) if letter not in keep])
+    for i in reversed(range(len(axes))):
+        if axes[i] not in keep:
+            labels = labels.select(i, 0)
+    return labels, "".join(letter for letter in axes if letter in keep)
+
+
+def _with_weight(t: Interpreter, x: Value, x_axes: str, weight: Value, w_axes: str, out_axes: str) -> Value:
+    shape = list(t.result_shape())
+    # the weight is the same for every sample, pixel and token: along those axes the input has one scale
+    inputs, inputs_axes = _kept(t, t.labels(x), x_axes, keep=w_axes)
+    minus = _arranged(inputs, inputs_axes, w_axes, list(weight.shape))
+    moving = set().union(*(lb.varying_axes(c) for c in weight.coordinates if c is not None))
+    free = [letter for i, letter in enumerate(w_axes) if letter in out_axes and i in moving]
+    sizes = [weight.shape[w_axes.index(letter)] for letter in free]
+    out = t.fresh(sizes)
+    plus = _arranged(out, "".join(free), w_axes, list(weight.shape))
+    summed = [letter for letter in w_axes if letter in x_axes and letter not in out_axes]
+    t.assign(weight, plus=plus, minus=minus, role=Role(t.now, multiplies=True, layer=bool(summed)))
+    fan_in = None
+    if summed and len(free) == 1:  # a layer with inputs of its own, not a gain: a bias added next belongs to it
+        layout = free + summed
+        minus = minus.permute([w_axes.index(i) for i in layout] + [w_axes.index(i) for i in w_axes if i not in layout])
+        fan_in = minus[(...,) + (0,) * (len(w_axes) - len(layout))].flatten(1)
+    return activation(_arranged(out, "".join(free), out_axes, shape), fan_in=fan_in)
+
+
+def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str, out_axes: str) -> Value:
+    shape = list(t.result_shape())
+    shared = [letter for letter in x_axes if letter in y_axes]
+    left, left_axes = _kept(t, t.labels(x), x_axes, keep="".join(shared) + out_axes)
+    right, right_axes = _kept(t, t.labels(y), y_axes, keep="".join(shared) + out_axes)
+    if t.all_frozen(left) or t.all_frozen(right):
+        # averaging with fixed weights (attention over values): what is summed has one scale
+        free, axes = (right, right_axes) if t.all_frozen(left) else (left, left_axes)
+        free, axes = _kept(t, free, axes, keep=out_axes)
+        return activation(_arranged(free, axes, out_axes, shape), static=x.static and y.static)
+
+    def outside(labels: Tensor, axes: str) -> bool:
+        """Whether labels change along an axis of their own tensor alone."""
+        return any(lb.varies(labels, i) for i, letter in enumerate(axes) if letter not in shared)
+
+    if not outside(left, left_axes) and not outside(right, right_axes):
+        # scores q·k: the scales of each pair of features cancel, k = 1/q
+        keep = "".join(shared)
+        left, left_axes = _kept(t, left, left_axes, keep)
+        right, right_axes = _kept(t, right, right_axes, keep)
+        sizes = [max(x.shape[x_axes.index(i)], y.shape[y_axes.index(i)]) for i in shared]
+        t.merge(_arranged(left, left_axes, keep, sizes), _arranged(right, right_axes, keep, sizes), exponent=-1.0)
+        return activation(lb.constant(FROZEN, shape))
+    t.scales.freeze(lb.narrowed(left), t.now)
+    right, right_axes = _kept(t, right, right_axes, keep=out_axes)
+    return activation(_arranged(right, right_axes, out_axes, shape))
+
+
+@rule("linear.default")
+def linear(t: Interpreter, a: Arguments) -> Any:
+    x: Value = a["input"]
+    batch = string.ascii_lowercase[: x.ndim - 1]
+    weight: Value = a["weight"]
+    if weight.ndim == 1:  # F.linear(x, vector)
+        return contract(t, x, batch + "I", weight, "I", batch)
+    out = contract(t, x, batch + "I", weight, "OI", batch + "O")
+    return out if a["bias"] is None else add(t, out, a["bias"])
+
+
+def matrix_product(t: Interpreter, x: Value, y: Value) -> Value:
+    """`matmul` with its broadcasting over leading axes."""
+    batch = max(x.ndim, y.ndim, 2) - 2
+    letters = string.ascii_lowercase[:batch]
+    x_axes = letters[batch - max(x.ndim - 2, 0) :] + ("K" if x.ndim == 1 else "MK")
+    y_axes = letters[batch - max(y.ndim - 2, 0) :] + ("K" if y.ndim == 1 else "KN")
+    lead = [letter for letter in letters if letter in x_axes and letter in y_axes]
+    for letter in lead:  # leading axes of length one broadcast
+        i, j = x_axes.index(letter), y_axes.index(letter)
+        size = max(x.shape[i], y.shape[j])
+        x = x.expanded([size if k == i else n for k, n in enumerate(x.shape)])
+        y = y.expanded([size if k == j else n for k, n in enumerate(y.shape)])
+    out = letters + ("" if x.ndim == 1 else "M") + ("" if y.ndim == 1 else "N")
+    return contract(t, x, x_axes, y, y_axes, out)
+
+
+@rule("mm.default", "bmm.default", "matmul.default", "mv.default", "dot.default", "inner.default")
+def matmul(t: Interpreter, a: Arguments) -> Any:
+    x: Value = a["self"]
+    y: Value = next(a[name] for name in ("other", "mat2", "vec", "tensor") if name in a)
+    if t.op_name == "inner" and (x.ndim > 1 or y.ndim > 1):
+        return NotImplemented
+    return matrix_product(t, x, y)
+
+
+@rule("addmm.default", "baddbmm.default", "addmv.default")
+def add_matmul(t: Interpreter, a: Arguments) -> Any:
+    a["beta"], a["alpha"]
+    names = ("mat1", "mat2") if "mat1" in a else ("batch1", "batch2") if "batch1" in a else ("mat", "vec")
+    product = matrix_product(t, a[names[0]], a[names[1]])
+    return product if a["beta"] == 0 else add(t, product, a["self"])
+
+
+@rule("einsum.default")
+def einsum(t: Interpreter, a: Arguments) -> Any:
+    """Any einsum of two or more operands, from left to right; repeated letters in one operand are a barrier."""
+    operands: list[Value] = list(a["tensors"])
+    inputs, arrow, output = a["equation"].replace(" ", "").partition("->")
+    axes = inputs.split(",")
+    dots = [v.ndim - len(term.replace("...", "")) for v, term in zip(operands, axes, strict=True)]
+    spare = [c for c in string.ascii_letters if c not in a["equation"]][: max(dots, default=0)]
+    axes = [term.replace("...", "".join(spare[len(spare) - n :])) for term, n in zip(axes, dots, strict=True)]
+    if not arrow:
+        counts = "".join(axes)
+        output = "".join(spare) + "".join(sorted(c for c in set(counts) if counts.count(c) == 1 and c not in spare))
+    output = output.replace("...", "".join(spare))
+    broadcast = any(
+        v.shape[i] == 1 for v, term in zip(operands, axes, strict=True) for i, c in enumerate(term) if c in spare
+    )
+    if len(operands) != 2 or broadcast or any(len(set(term)) < len(term) for term in axes):
+        return NotImplemented
+    return contract(t, operands[0], axes[0], operands[1], axes[1], output)
+
+
+@rule("bilinear.default")
+def bilinear(t: Interpreter, a: Arguments) -> Any:
+    """x1 · W · x2: freeze the left input, the right one is a layer's input."""
+    t.freeze(a["input1"])
+    x: Value = a["input2"]
+    batch = string.ascii_lowercase[: x.ndim - 1]
+    out = contract(t, x, batch + "J", a["weight"], "OIJ", batch + "O")
+    return out if a["bias"] is None else add(t, out, a["bias"])
+
+
+# -- convolutions ------------------------------------------------------------------------------------------------------
+
+
+@rule("conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "conv3d.padding",
+      "convolution.default", "_convolution.default", "conv_transpose1d.default", "conv_transpose2d.input",
+      "conv_transpose3d.input")  # fmt: skip
+def convolution(t: Interpreter, a: Arguments) -> Any:
+    """Stride, padding with zeros and dilation choose which pixels meet; only channels carry scales."""
+    settings = "stride padding dilation output_padding benchmark deterministic cudnn_enabled allow_tf32"
+    for name in settings.split():
+        a.get(name)
+    transposed = "transpose" in t.op_name or bool(a.get("transposed"))
+    x: Value = a["input"]
+    weight: Value = a["weight"]
+    groups = int(a["groups"])
+    channel = x.ndim - weight.ndim + 1  # 0 for an input without a batch axis
+    inputs = t.collapse(t.labels(x), [i for i in range(x.ndim) if i != channel]).reshape(-1)
+    inputs = inputs.expand(x.shape[channel]).view(groups, -1) if inputs.numel() == 1 else inputs.view(groups, -1)
+    outputs = t.result_shape()[channel]
+    if weight.parameter is None:
+        out = _with_made_kernel(t, inputs, weight, groups, outputs, transposed)
+        value = _channels(t, out, channel)
+    else:
+        opened = t.fresh([groups, outputs // groups])
+        kernel = [1] * (weight.ndim - 2)
+        if transposed:  # weight[in, out / groups, ...]
+            per_input = opened if groups == 1 else opened.repeat_interleave(inputs.shape[1], 0)
+            plus, minus = per_input.view(-1, outputs // groups, *kernel), inputs.reshape(-1, 1, *kernel)
+        else:  # weight[out, in / groups, ...]
+            per_output = inputs if groups == 1 else inputs.repeat_interleave(outputs // groups, 0)
+            plus, minus = opened.view(-1, 1, *kernel), per_output.reshape(-1, inputs.shape[1], *kernel)
+        role = Role(t.now, multiplies=True, layer=True)
+        t.assign(weight, plus=plus.expand(weight.shape), minus=minus.expand(weight.shape), role=role)
+        owner = inputs.repeat_interleave(outputs // groups, 0) if groups > 1 else inputs.expand(outputs, -1)
+        value = _channels(t, opened.view(-1), channel, fan_in=owner)
+    if a["bias"] is None:
+        return value
+    bias: Value = a["bias"]
+    shape = torch.Size([outputs] + [1] * (x.ndim - channel - 1))
+    return add(t, value, bias.mapped(lambda s: lb.reshape(s, shape), shape))
+
+
+def _channels(t: Interpreter, labels: Tensor, channel: int, fan_in: Tensor | None = None) -> Value:
+    shape = t.result_shape()
+    return activation(labels.view([-1 if i == channel else 1 for i in range(len(shape))]).expand(shape), fan_in=fan_in)
+
+
+def _with_made_kernel(
+    t: Interpreter, inputs: Tensor, weight: Value, groups: int, outputs: int, transposed: bool
+) -> Tensor:
+    """A kernel that is computed or constant (blur pooling, dynamic filters): labels of the output channels."""
+    kernel = t.labels(weight)
+    if t.all_frozen(kernel):  # each output mixes the channels of its group with fixed numbers
+        mixed = t.collapse(inputs, [1])
+        return mixed.expand(groups, outputs // groups).reshape(-1)
+    t.scales.freeze(inputs.reshape(-1), t.now)
+    axis = 1 if transposed else 0
+    kept = t.collapse(kernel, [i for i in range(kernel.ndim) if i != axis]).reshape(-1)
+    kept = kept.expand(weight.shape[axis])
+    if not transposed or groups == 1:
+        return kept
+    t.scales.freeze(kept, t.now)
+    return torch.full((outputs,), FROZEN)

@@ -1,0 +1,67 @@
+"""Normalization layers: what goes in is frozen, what comes out is carried by gain and offset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import labels as lb
+from ..interpreter import Arguments, Interpreter
+from ..values import Value, activation
+from .elementwise import add, multiply
+from .registry import rule
+
+
+def affine(
+    t: Interpreter, shape: torch.Size, gain: Value | None, offset: Value | None, layout: Sequence[int] | None
+) -> Value:
+    """gain · (something frozen) + offset; `layout` is the shape in which gain and offset meet it."""
+    label = t.scales.fresh(1, t.now)
+    t.scales.freeze(label, t.now)
+    out = activation(label.view(()).expand(shape))
+
+    def laid(value: Value) -> Value:
+        size = torch.Size(layout) if layout is not None else value.shape
+        return value.mapped(lambda s: lb.reshape(s, size), size)
+
+    if gain is not None:
+        out = multiply(t, out, laid(gain))
+    return out if offset is None else add(t, out, laid(offset))
+
+
+@rule("batch_norm.default", "native_batch_norm.default", "_native_batch_norm_legit.default",
+      "_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_no_training.default",
+      "_native_batch_norm_legit_functional.default", "_batch_norm_with_update.default", "_batch_norm_no_update.default",
+      "_batch_norm_with_update_functional.default", "cudnn_batch_norm.default", "instance_norm.default",
+      "native_group_norm.default", "group_norm.default")  # fmt: skip
+def channel_norm(t: Interpreter, a: Arguments) -> Any:
+    """Batch, instance and group norm: one gain and offset per channel (axis 1).
+
+    With statistics of the batch the input's scale would cancel but for epsilon; with running statistics it does not.
+    Either way the input is frozen. `batchnorm="ignore"` treats batch norm as absent, as stock2019 did for ENorm + BN.
+    """
+    x: Value = a["input"]
+    values = [v for v in a.everything().values() if isinstance(v, Value)]
+    gain, offset = a["weight"], a["bias"]
+    several = isinstance(t.node.meta["val"], tuple | list)
+    if t.batchnorm == "ignore" and "batch_norm" in t.op_name:
+        t.freeze(*(v for v in (gain, offset) if v is not None))
+        out = x
+    else:
+        t.freeze(*(v for v in values if v is not gain and v is not offset))
+        layout = [-1] + [1] * (x.ndim - 2)
+        layout[0] = x.shape[1]
+        out = affine(t, x.shape, gain, offset, layout)
+    return (out, *t.frozen_result()[1:]) if several else out
+
+
+@rule("layer_norm.default", "native_layer_norm.default", "rms_norm.default", "_fused_rms_norm.default")
+def trailing_norm(t: Interpreter, a: Arguments) -> Any:
+    """Layer and RMS norm: gain and offset have the shape of the normalized trailing axes."""
+    x: Value = a["input"]
+    a["normalized_shape"], a["eps"]
+    t.freeze(x)
+    out = affine(t, x.shape, a["weight"], a.get("bias"), layout=None)
+    return (out, *t.frozen_result()[1:]) if isinstance(t.node.meta["val"], tuple | list) else out

@@ -1,0 +1,248 @@
+"""The positive rescalings that leave a model's function unchanged, as found by `trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import Captured, capture, unwrap
+from .explain import Explanation, explain
+from .interpreter import Interpreter
+from .scales import FROZEN
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """Indices of the scale variables in one part of a parameter's factor, and their exponents.
+
+    Both tensors have the parameter's number of axes, with length one where nothing depends on the axis. The index
+    `num_scales` stands for a frozen scale.
+    """
+
+    index: Tensor
+    exponent: Tensor
+
+    def log_scale(self, padded: Tensor) -> Tensor:
+        """The logarithm of this part of the factor; `padded` holds the log-scales and a final 0."""
+        return padded[self.index] * self.exponent.to(padded)
+
+    def to(self, device: torch.device) -> Term:
+        return Term(self.index.to(device), self.exponent.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledParameter:
+    """How one parameter follows the scale variables: w -> w · exp(out - in), and what it is in the network."""
+
+    name: str
+    shape: torch.Size
+    out: Term | None
+    into: Term | None
+    multiplicative: bool  # weights and gains count in the norm, biases and offsets do not
+    depth: int  # linear layers between it and the output, on the longest path
+    fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, one row per element (or one row)
+
+    def factor(self, padded: Tensor) -> Tensor:
+        """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
+        factor = torch.ones([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
+        if self.out is not None:
+            factor = factor * self.out.log_scale(padded).exp()
+        if self.into is not None:
+            factor = factor * self.into.log_scale(padded).neg().exp()
+        return factor
+
+    def to(self, device: torch.device) -> ScaledParameter:
+        out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
+        return replace(self, out=out, into=into, fan_in=fan_in)
+
+    @property
+    def moves(self) -> bool:
+        return self.out is not None or self.into is not None
+
+
+class Symmetry:
+    """All positive rescalings of a model's parameters that leave its outputs unchanged.
+
+    Made by `equinorm.trace`. Holds a reference to the model, whose parameters `rescale_` changes in place.
+
+        sym = equinorm.trace(model, example_inputs)
+        print(sym.explain())
+        sym.rescale_(0.1 * torch.randn(sym.num_scales))
+    """
+
+    def __init__(self, model: nn.Module, captured: Captured, interpreter: Interpreter) -> None:
+        self.model = model
+        self.parameters, self.birth = _compile(interpreter)
+        self.num_scales: int = len(self.birth)
+        self._explanation = explain(type(model).__name__, captured, interpreter, self.num_scales)
+
+    def __repr__(self) -> str:
+        return f"<Symmetry of {type(self.model).__name__}: {self._explanation.summary}>"
+
+    def explain(self) -> Explanation:
+        """Every parameter: which axes are free, which are frozen, and why. Print it, or read its `rows`."""
+        return self._explanation
+
+    def bind(self, model: nn.Module) -> Symmetry:
+        """The same symmetry on another copy of the model (an average of its weights, a deepcopy)."""
+        model = unwrap(model)
+        for parameter in self.moving:
+            other = _parameter(model, parameter.name)
+            if other.shape != parameter.shape:
+                raise ValueError(
+                    f"{parameter.name} has shape {tuple(other.shape)} there and {tuple(parameter.shape)} here"
+                )
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, model=model)
+        return twin
+
+    @property
+    def moving(self) -> list[ScaledParameter]:
+        """The parameters with at least one free scale."""
+        return [p for p in self.parameters if p.moves]
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter of the bound model."""
+        return _parameter(self.model, name)
+
+    @torch.no_grad()
+    def rescale_(self, log_scales: Tensor) -> None:
+        """Multiply every scale variable by exp(log_scales), in place. The function does not change.
+
+        Args:
+            log_scales: `num_scales` real numbers, any element of the symmetry group.
+        """
+        factors = self.factors(log_scales)
+        for name, factor in factors.items():
+            check_range(name, self.tensor(name), factor)
+        for name, factor in factors.items():
+            tensor = self.tensor(name)
+            tensor.mul_(factor.to(tensor))
+
+    def factors(self, log_scales: Tensor) -> dict[str, Tensor]:
+        """The positive factor on each parameter, broadcastable to its shape, in float64."""
+        log_scales = torch.as_tensor(log_scales, dtype=torch.float64, device="cpu")
+        if log_scales.shape != (self.num_scales,):
+            raise ValueError(f"log_scales must have shape ({self.num_scales},), got {tuple(log_scales.shape)}")
+        if not bool(torch.isfinite(log_scales).all()):
+            raise ValueError("log_scales must be finite")
+        padded = torch.cat([log_scales, log_scales.new_zeros(1)])
+        return {p.name: p.factor(padded) for p in self.moving}
+
+
+def check_range(name: str, tensor: Tensor, factor: Tensor) -> None:
+    """Refuse, before anything is changed, a tensor without data and a factor that leaves the range of its dtype."""
+    if tensor.is_meta:
+        raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
+    if bool(out_of_range(tensor, factor).any()):
+        raise OverflowError(
+            f"rescaling {name!r} by factors from {factor.min():.3g} to {factor.max():.3g} leaves the range of "
+            f"{tensor.dtype}; use smaller log_scales or a wider dtype"
+        )
+
+
+def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Where the largest value that a factor meets would overflow, or vanish; in the factor's shape."""
+    axes = [a for a in range(tensor.ndim) if a >= factor.ndim or factor.shape[a] == 1]
+    largest = tensor.detach().abs().amax(axes, keepdim=True).to(factor) if tensor.numel() else factor.new_zeros(())
+    limit = torch.finfo(tensor.dtype)
+    after = largest * factor
+    bad = ~(after <= limit.max) | ((after < limit.tiny) & (largest >= limit.tiny))
+    return bad & torch.isfinite(largest)
+
+
+def trace(model: nn.Module, example_inputs: Any, *, keep: Iterable[str] = (), batchnorm: str = "preserve") -> Symmetry:
+    """Find every positive rescaling of a model's parameters that leaves its function unchanged.
+
+    Args:
+        model: any module `torch.export` can capture. It is not changed, nor are its mode, buffers or random state.
+        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Only shapes matter.
+        keep: names or patterns (`"head.*"`) of parameters that must not move.
+        batchnorm: "preserve" keeps the function; "ignore" treats BatchNorm as absent (stock2019's ENorm + BN), so that
+            the rescalings found change the function of a net with BatchNorm.
+    """
+    if batchnorm not in ("preserve", "ignore"):
+        raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
+    captured = capture(model, example_inputs, tuple(keep))
+    interpreter = Interpreter(captured, batchnorm)
+    with torch.no_grad():
+        interpreter.run()
+    return Symmetry(unwrap(model), captured, interpreter)
+
+
+def _parameter(model: nn.Module, name: str) -> Tensor:
+    try:
+        return model.get_parameter(name)
+    except AttributeError as error:
+        raise ValueError(f"{type(model).__name__} has no parameter {name!r}; trace this model anew") from error
+
+
+# -- from labels to variables ------------------------------------------------------------------------------------------
+
+
+def _compile(t: Interpreter) -> tuple[list[ScaledParameter], Tensor]:
+    """Number the free scales that act on some parameter, in forward order, and express every form by them."""
+    acting = _acting_roots(t)
+    number = torch.full((t.scales.size,), len(acting))
+    number[acting] = torch.arange(len(acting))
+    depth = _depths(t)
+
+    def term(labels: Tensor | None) -> Term | None:
+        if labels is None:
+            return None
+        roots, exponents = t.scales.find(labels)
+        index = number[torch.where(labels > FROZEN, roots, FROZEN)]
+        return Term(index, exponents) if bool((index < len(acting)).any()) else None
+
+    found = []
+    for name, form in t.forms.items():
+        if not form.roles:
+            continue
+        out, into = term(form.plus), term(form.minus)
+        owners = [role.fan_in for role in form.roles if role.fan_in is not None]
+        factors = [role.node for role in form.roles if role.multiplies] or [role.node for role in form.roles]
+        fan_in = None if form.multiplicative or not owners else term(owners[0])
+        found.append(
+            ScaledParameter(name, form.shape, out, into, form.multiplicative, max(depth[n] for n in factors), fan_in)
+        )
+    return found, t.scales.birth(acting)
+
+
+def _acting_roots(t: Interpreter) -> Tensor:
+    """Roots of free scales that change at least one parameter; sorted, which is the order of the graph."""
+    acting: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
+    for form in t.forms.values():
+        sides = [_free_roots(t, term) for term in (form.plus, form.minus) if term is not None]
+        if len(sides) < 2:
+            acting += sides
+            continue
+        assert form.plus is not None
+        assert form.minus is not None
+        both = sides[0][torch.isin(sides[0], sides[1])]
+        acting += [side[~torch.isin(side, both)] for side in sides]
+        if len(both):  # out and in of one element may be the same scale, which then cancels
+            (root_out, k_out), (root_in, k_in) = t.scales.find(form.plus), t.scales.find(form.minus)
+            different = (root_out != root_in) | ((k_out - k_in).abs() > 1e-9)
+            both_out, both_in, _ = torch.broadcast_tensors(root_out, root_in, different)
+            moved = torch.cat([both_out[different], both_in[different]]).unique()
+            acting.append(both[torch.isin(both, moved)])
+    return torch.cat(acting).unique()
+
+
+def _free_roots(t: Interpreter, labels: Tensor) -> Tensor:
+    labels = labels[labels > FROZEN]
+    return t.scales.find(labels[~t.scales.is_frozen(labels)])[0].unique()
+
+
+def _depths(t: Interpreter) -> list[int]:
+    """For each node, the number of linear layers after it on the longest path to the output."""
+    layers = {role.node for form in t.forms.values() for role in form.roles if role.layer}
+    depth = [0] * len(t.nodes)
+    for node in reversed(range(len(t.nodes))):
+        for source in t.depends[node]:
+            depth[source] = max(depth[source], depth[node] + (node in layers))
+    return depth
