@@ -333,20 +333,21 @@ class ENorm:
         dtype, device = (torch.float64 if wide else torch.float32), first.device
         n = self.symmetry.num_scales
         self._objective = Objective(n, self.p, layouts(self.symmetry, self.p, self.c, self._counted), dtype, device)
-        self._offsets = [w for w in moving if not w.multiplicative]
         if self.bias == "skip":
-            for w in self._offsets:
+            for w in moving:
                 for term in (w.out, w.into):
-                    if term is not None:
+                    if term is not None and not w.multiplicative:
                         self._objective.fixed[term.index.reshape(-1).to(device)] = True
         self._cycle = Cycle(self._objective, self.symmetry.birth)
-        self._terms = {w.name: w.to(device) for w in moving}
+        # a bias that writes to a frozen scale (the last layer's) does not move, but its layer's inputs do
+        owned = [w for w in self.symmetry.parameters if self.bias == "safe" and w.fan_in is not None]
+        self._terms = {w.name: w.to(device) for w in dict.fromkeys([*moving, *owned])}
         exact = dtype if device.type == "mps" else torch.float64
         self.log_t = torch.zeros(n, dtype=exact, device=device) if log_t is None else log_t.to(device, exact, copy=True)
         self._gains = self._bias_gains()
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {w.name: self.symmetry.tensor(w.name) for w in self.symmetry.moving}
+        return {name: self.symmetry.tensor(name) for name in self._terms}
 
     # -- moving to new coordinates -------------------------------------------------------------------------------------
 
@@ -384,14 +385,10 @@ class ENorm:
         if self.bias != "safe":
             return {}
         padded = torch.cat([self.log_t, self.log_t.new_zeros(1)])
-        return {
-            w.name: w.fan_in.log_scale(padded).mean(1).exp()
-            for w in (self._terms[o.name] for o in self._offsets)
-            if w.fan_in is not None
-        }
+        return {w.name: w.fan_in.log_scale(padded).mean(1).exp() for w in self._terms.values() if w.fan_in is not None}
 
     def _hook_biases(self) -> None:
-        if self.bias != "safe" or all(w.fan_in is None for w in self._offsets):
+        if not self._gains:
             return
         saved: dict[str, Tensor] = {}
 

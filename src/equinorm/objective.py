@@ -113,9 +113,9 @@ def _grouped(rows: Side, columns: Side) -> tuple[Side, Side]:
 
 
 def _cancelling(rows: Side, columns: Side, n: int) -> Tensor | None:
-    """Entries in which both sides are the same variable to opposite powers: constants (the diagonal of x + conv(x))."""
+    """Entries with one variable on both sides, to opposite powers: constants (the diagonal in x + conv(x))."""
     common = rows.index.unique()
-    if not bool(torch.isin(common[common < n], columns.index).any()):
+    if not bool(torch.isin(common[common < n], columns.index.reshape(-1)).any()):
         return None
     row, column = rows.index[:, :, None], columns.index[:, None, :]
     net = rows.exponent[:, :, None] + columns.exponent[:, None, :]

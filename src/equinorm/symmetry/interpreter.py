@@ -146,7 +146,7 @@ class Interpreter:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._region(node, args, kwargs)
         if not isinstance(node.target, torch._ops.OpOverload):
-            return self._barrier(node, args, kwargs)
+            return self._barrier(args, kwargs)
         folded = self._fold(node, args, kwargs)
         if folded is not None:
             return folded
@@ -154,18 +154,16 @@ class Interpreter:
 
         rule = find_rule(node.target)
         if rule is None:
-            return self._barrier(node, args, kwargs)
+            self.unknown_ops.setdefault(str(node.target), self.now)
+            return self._barrier(args, kwargs)
         arguments = Arguments(node.target, args, kwargs)
         result = rule(self, arguments)
         self.freeze(*self._tensors(arguments.unseen()))  # whatever a rule does not mention is frozen
-        if result is NotImplemented:
-            return self._barrier(node, args, kwargs)
-        return result
+        return self._barrier(args, kwargs) if result is NotImplemented else result
 
-    def _barrier(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _barrier(self, args: Any, kwargs: Any) -> Any:
         """An op without a rule (for these arguments) freezes all it touches; it costs freedom, never correctness."""
         values = self._tensors((args, kwargs))
-        self.unknown_ops.setdefault(str(node.target), self.now)
         self.freeze(*values)
         return self.frozen_result(static=all(v.static for v in values))
 
@@ -174,7 +172,7 @@ class Interpreter:
         inlined = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
         skip = inlined.get(str(node.target))
         if skip is None or not isinstance(args[skip], fx.GraphModule):
-            return self._barrier(node, args, kwargs)
+            return self._barrier(args, kwargs)
         here, outer = self.now, self._outer
         self._outer = self.depends[here]
         result = self.graph(args[skip], args[skip + 1 :])

@@ -74,15 +74,30 @@ def multiply(t: Interpreter, x: Value, y: Value, inverse: bool = False) -> Value
 
 
 def gain(t: Interpreter, x: Value, parameter: Value, inverse: bool) -> Value:
-    """An activation times (or over) a parameter of the same shape: new output scales, carried by the parameter."""
-    out = t.open(parameter)
-    if out is None:
-        t.freeze(parameter)
-        return x
+    """An activation times (or over) a parameter of the same shape: new output scales, carried by the parameter.
+
+    A gain with fewer elements than the scales it meets (one number for all channels, as in ReZero) could only carry one
+    common scale; it is frozen instead, and the channels keep their own.
+    """
     before = t.labels(x)
+    out = t.open(parameter)
+    if out is None or _would_merge(t, before, shared=set(range(x.ndim)) - lb.varying_axes(out)):
+        t.freeze(parameter)
+        return activation(before)
     plus, minus = (before, out) if inverse else (out, before)
     t.assign(parameter, plus=plus, minus=minus, role=Role(t.now, multiplies=True))
     return activation(lb.elementwise(lambda a, b: torch.where(a == ZERO, ZERO, b), before, out))
+
+
+def _would_merge(t: Interpreter, labels: Tensor, shared: set[int]) -> bool:
+    """Whether free labels differ along axes on which they would have to be one."""
+    moving = [axis for axis in shared if lb.varies(labels, axis)]
+    short = lb.narrowed(labels)
+    if not moving or t.all_frozen(short):
+        return False
+    roots = torch.where(short == ZERO, ZERO, t.scales.find(short)[0])
+    first = roots.amax(moving, keepdim=True)
+    return bool(((roots != first) & (roots != ZERO)).any())
 
 
 def nonzero(labels: Tensor) -> Tensor:
