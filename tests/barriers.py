@@ -28,9 +28,7 @@ def barrier(build: Callable[[], Example]) -> Callable[[], Example]:
 
 
 def around(function: Callable[[Any, Tensor], Tensor], n: int = 5, out: int = 5, **parts: Any) -> Example:
-    """A stem of n units, the barrier, then a hidden layer of 4 that must stay free whatever the barrier
-    does.
-    """
+    """A stem of n units, the barrier, and a hidden layer of 4 that stays free whatever happens."""
     net = Net(
         lambda m, x: m.head(F.relu(m.hidden(function(m, m.stem(x))))),
         stem=nn.Linear(3, n),
@@ -49,8 +47,9 @@ def square_beside_itself() -> Example:
 
 @barrier
 def square_concatenated_with_itself() -> Example:
-    """Two columns of the next weight with exponents -1 and -2: free, if the exponents are kept apart."""
-    return around(lambda m, y: torch.cat([y, y * y], -1), out=10)
+    """Two columns of the next weight with exponents -1 and -2, which must be kept apart: 5 + 4."""
+    model, example, _ = around(lambda m, y: torch.cat([y, y * y], -1), out=10)
+    return model, example, 5 + 4
 
 
 @barrier
@@ -84,9 +83,7 @@ def constant_added_by_alpha() -> Example:
 @barrier
 def constant_concatenated_then_added() -> Example:
     """A column of ones beside the features, and a sum over all of them."""
-    return around(
-        lambda m, y: torch.cat([y, torch.ones_like(y[:, :1])], -1).mean(-1, keepdim=True).expand(-1, 5)
-    )
+    return around(lambda m, y: torch.cat([y, torch.ones_like(y[:, :1])], -1).mean(-1, keepdim=True).expand(-1, 5))
 
 
 @barrier
@@ -595,9 +592,7 @@ def two_slices_of_a_weight_overlap() -> Example:
 
 @barrier
 def weight_norm() -> Example:
-    """w = g v / |v|: v is frozen by its norm; g may carry the scale (g is a gain on the weight's rows) or
-    not.
-    """
+    """w = g v / |v|: v is frozen by its norm; g, a gain on the weight's rows, may carry the scale."""
     net = nn.Sequential(
         parametrizations.weight_norm(nn.Linear(3, 5)), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)
     )
@@ -802,9 +797,7 @@ def attention_with_scores_as_output() -> Example:
 
 @barrier
 def attention_where_keys_are_values() -> Example:
-    """k also plays the part of v: -q = k = v, which goes on to the next layer: 8 by that, whatever merges or
-    freezes less.
-    """
+    """k also plays the part of v: -q = k = v, which goes on to the next layer."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         q, k = (heads(t, 2) for t in m.qk(x).chunk(2, -1))
@@ -836,9 +829,7 @@ def gram_matrix_as_output() -> Example:
 @barrier
 def cosine_similarity_head() -> Example:
     """Normalized features against normalized prototypes."""
-    return around(
-        lambda m, y: F.linear(F.normalize(y, dim=-1), F.normalize(m.prototypes, dim=-1)), prototypes=w(5, 5)
-    )
+    return around(lambda m, y: F.linear(F.normalize(y, dim=-1), F.normalize(m.prototypes, dim=-1)), prototypes=w(5, 5))
 
 
 @barrier
@@ -947,9 +938,7 @@ def masked_assignment() -> Example:
 def scatter_add_by_data() -> Example:
     """Units are summed into bins chosen by the input."""
     net = Net(
-        lambda m, x, i: m.head(
-            F.relu(m.hidden(torch.zeros(6, 5, dtype=x.dtype).scatter_add(1, i, m.stem(x))))
-        ),
+        lambda m, x, i: m.head(F.relu(m.hidden(torch.zeros(6, 5, dtype=x.dtype).scatter_add(1, i, m.stem(x))))),
         stem=nn.Linear(3, 5),
         hidden=nn.Linear(5, 4),
         head=nn.Linear(4, 2),

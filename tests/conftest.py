@@ -25,9 +25,7 @@ for _name in ("nms", "qnms"):
         _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 # Exporting a model takes a second; an example is slow because of that, not because of the test.
-settings.register_profile(
-    "equinorm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("equinorm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("equinorm")
 
 

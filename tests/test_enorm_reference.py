@@ -57,9 +57,7 @@ def minimise_by_lbfgs(weights: list[Tensor], p: float, c: float) -> list[Tensor]
 
     def rescaled() -> list[Tensor]:
         full = [ends[0], *s, ends[1]]
-        return [
-            W * torch.exp(b - a[:, None]) for W, (a, b) in zip(weights, itertools.pairwise(full), strict=True)
-        ]
+        return [W * torch.exp(b - a[:, None]) for W, (a, b) in zip(weights, itertools.pairwise(full), strict=True)]
 
     solver = torch.optim.LBFGS(
         s, max_iter=2000, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
@@ -148,8 +146,7 @@ def test_minimum_does_not_depend_on_the_start() -> None:
     other = [W.clone() for W in weights]
     for k in range(1, len(other)):
         d = torch.exp(
-            2
-            * torch.randn(other[k].shape[0], generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+            2 * torch.randn(other[k].shape[0], generator=torch.Generator().manual_seed(k), dtype=torch.float64)
         )
         other[k - 1].mul_(d)
         other[k].div_(d[:, None])
@@ -194,9 +191,7 @@ def test_momentum_follows_as_a_gradient() -> None:
 
     weight_momenta, bias_momenta = gradients()
     balance_chain_(weights, biases, weight_momenta, bias_momenta, c=1.1, cycles=3)
-    for carried, fresh in zip(
-        [*weight_momenta, *bias_momenta], [g for gs in gradients() for g in gs], strict=True
-    ):
+    for carried, fresh in zip([*weight_momenta, *bias_momenta], [g for gs in gradients() for g in gs], strict=True):
         torch.testing.assert_close(carried, fresh, rtol=1e-10, atol=1e-12)
 
 

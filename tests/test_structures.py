@@ -1,6 +1,4 @@
-"""Every structure of `nets` and `barriers`: the scales found are those worked out by hand, and moving them
-changes nothing.
-"""
+"""Structures of `nets` and `barriers`: scales as counted by hand, and moving them changes nothing."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class ENorm:
                 "load it into an ENorm made for the same architecture and options"
             )
         self.log_t.copy_(log_t)
-        self._gains = self._bias_gains()
+        self._set_gains(self._bias_gains())
         self.calls = int(state["calls"])
 
     @torch.no_grad()
@@ -361,18 +361,18 @@ class ENorm:
         """Multiply weights, gradients, optimizer state and companions by the factors of log-scales s."""
         padded = torch.cat([s, s.new_zeros(1)])
         self.log_t += s
-        before, after = self._gains, self._bias_gains()
+        gains = self._bias_gains()
         for name, w in self._terms.items():
             tensor, factor = tensors[name], w.factor(padded)
             tensor.mul_(factor)
             if tensor.grad is not None:
                 tensor.grad.div_(factor)
-            gain = (after[name] / before[name]).square() if name in after and self._linear else None
+            gain = (gains[name] / self._gains[name]).square() if name in gains and self._linear else None
             carry_state_(self.optimizer, tensor, factor, gain)
             for other in self.companions:
                 twin = other.tensor(name)
                 twin.mul_(factor.to(twin.device))
-        self._gains = after
+        self._set_gains(gains)
 
     # -- safe biases ---------------------------------------------------------------------------------------------------
 
@@ -386,6 +386,10 @@ class ENorm:
             return {}
         padded = torch.cat([self.log_t, self.log_t.new_zeros(1)])
         return {w.name: w.fan_in.log_scale(padded).mean(1).exp() for w in self._terms.values() if w.fan_in is not None}
+
+    def _set_gains(self, gains: dict[str, Tensor]) -> None:
+        for name, gain in gains.items():
+            self._gains[name].copy_(gain)  # in place, so that a captured graph reads the new ones
 
     def _hook_biases(self) -> None:
         if not self._gains:

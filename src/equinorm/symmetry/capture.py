@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,7 @@ def source_line(file: str, line: int | str) -> str:
     return f"{'/'.join(Path(file).parts[-2:])}:{line}"
 
 
+@lru_cache(maxsize=1024)
 def is_torch_file(file: str) -> bool:
     return Path(file).is_relative_to(_TORCH)
 
@@ -325,46 +327,42 @@ def _described(
     call_sites: dict[str, str],
 ) -> Captured:
     signature = exported.graph_signature
+    # properties that are computed anew at each access
+    of_parameter, of_buffer = signature.inputs_to_parameters, signature.inputs_to_buffers
+    of_constant, mutated = signature.inputs_to_lifted_tensor_constants, set(signature.buffers_to_mutate.values())
+    written = _written(exported.graph_module) | {name for name, target in of_buffer.items() if target in mutated}
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    written = {
-        str(target)
-        for module in exported.graph_module.modules()
-        if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes
-        if is_inplace(node)
-        for target in [node.args[0]]
-    } | {spec.arg.name for spec in signature.output_specs if spec.target is not None}
-    written |= {
-        name for name, fqn in signature.inputs_to_buffers.items() if fqn in signature.buffers_to_mutate.values()
-    }
     found: dict[str, Parameter] = {}
     constants: dict[str, Tensor] = {}
     buffers: dict[str, torch.Size] = {}
     inputs: dict[str, torch.Size] = {}
     for node in nodes:
         name, value = node.name, node.meta.get("val")
-        if name in signature.inputs_to_parameters:
-            found[name] = parameters[signature.inputs_to_parameters[name]]
-        elif name in signature.inputs_to_buffers:
-            buffer = model.get_buffer(signature.inputs_to_buffers[name])
-            # index and mask buffers that nothing writes to keep their values; numbers may be loaded or learned later
-            if (
-                name not in written
-                and not buffer.is_meta
-                and not buffer.dtype.is_floating_point
-                and not buffer.dtype.is_complex
-            ):
-                constants[name] = buffer.detach().cpu()
+        if name in of_parameter:
+            found[name] = parameters[of_parameter[name]]
+        elif name in of_buffer or name in of_constant:
+            fixed = model.get_buffer(of_buffer[name]) if name in of_buffer else exported.constants[of_constant[name]]
+            # what may be loaded or learned later has no values: numbers in buffers, and whatever is written to
+            numbers = name in of_buffer and (fixed.dtype.is_floating_point or fixed.dtype.is_complex)
+            if numbers or name in written or fixed.is_meta or isinstance(fixed, torch._subclasses.FakeTensor):
+                buffers[name] = fixed.shape
             else:
-                buffers[name] = buffer.shape
-        elif name in signature.inputs_to_lifted_tensor_constants:
-            constant = exported.constants[signature.inputs_to_lifted_tensor_constants[name]]
-            if name in written or constant.is_meta or isinstance(constant, torch._subclasses.FakeTensor):
-                buffers[name] = constant.shape
-            else:
-                constants[name] = constant.detach().cpu()
+                constants[name] = fixed.detach().cpu()
         elif isinstance(value, Tensor):
             inputs[name] = value.shape
     every = tuple({id(p): p for p in parameters.values()}.values())
     names = tuple(n.name for n in nodes)
     return Captured(exported.graph_module, names, found, constants, buffers, inputs, every, call_sites)
+
+
+def _written(module: fx.GraphModule) -> set[str]:
+    """Names of placeholders that the graph, or a region inside it, writes to."""
+    found = set()
+    for node in module.graph.nodes:
+        if is_inplace(node) and isinstance(node.args[0], fx.Node):
+            found.add(base_of(node.args[0]).name)
+        regions = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        inner = [m for n in regions if isinstance(m := getattr(module, str(n.target), None), fx.GraphModule)]
+        if any(_written(m) for m in inner):
+            found |= {base_of(n).name for n in node.all_input_nodes}
+    return found

@@ -46,7 +46,8 @@ def add(t: Interpreter, x: Value, y: Value) -> Value:
     labels = t.labels(x).expand(shape)
     if bool((lb.narrowed(labels) == ZERO).any()):
         return joined(t, x, y)  # where the activation is zero the sum has the parameter's own scale
-    role = Role(t.now, multiplies=y.table, fan_in=x.fan_in)
+    owner = None if x.fan_in is None else lb.narrowed(x.fan_in)
+    role = Role(t.now, multiplies=y.table, fan_in=owner)
     t.assign(y.expanded(shape), plus=labels, minus=None, role=role)
     return activation(labels, fan_in=x.fan_in)
 

@@ -44,6 +44,12 @@ def _arranged(labels: Tensor, axes: str, target: str, shape: list[int]) -> Tenso
     return labels.expand(shape)
 
 
+def _sizes(axes: str, x: Value, x_axes: str, y: Value, y_axes: str) -> list[int]:
+    """Lengths of named axes; an axis of length one broadcasts."""
+    lengths = [*zip(x_axes, x.shape, strict=True), *zip(y_axes, y.shape, strict=True)]
+    return [max(n for name, n in lengths if name == letter) for letter in axes]
+
+
 def _kept(t: Interpreter, labels: Tensor, axes: str, keep: str) -> tuple[Tensor, str]:
     """Merge the labels along all axes that are not kept, and drop those axes."""
     labels = t.collapse(labels, [i for i, letter in enumerate(axes) if letter not in keep])
@@ -54,7 +60,7 @@ def _kept(t: Interpreter, labels: Tensor, axes: str, keep: str) -> tuple[Tensor,
 
 
 def _with_weight(t: Interpreter, x: Value, x_axes: str, weight: Value, w_axes: str, out_axes: str) -> Value:
-    shape = list(t.result_shape())
+    shape = _sizes(out_axes, x, x_axes, weight, w_axes)
     # the weight is the same for every sample, pixel and token: along those axes the input has one scale
     inputs, inputs_axes = _kept(t, t.labels(x), x_axes, keep=w_axes)
     minus = _arranged(inputs, inputs_axes, w_axes, list(weight.shape))
@@ -74,7 +80,7 @@ def _with_weight(t: Interpreter, x: Value, x_axes: str, weight: Value, w_axes: s
 
 
 def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str, out_axes: str) -> Value:
-    shape = list(t.result_shape())
+    shape = _sizes(out_axes, x, x_axes, y, y_axes)
     shared = [letter for letter in x_axes if letter in y_axes]
     left, left_axes = _kept(t, t.labels(x), x_axes, keep="".join(shared) + out_axes)
     right, right_axes = _kept(t, t.labels(y), y_axes, keep="".join(shared) + out_axes)
@@ -93,7 +99,7 @@ def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str
         keep = "".join(shared)
         left, left_axes = _kept(t, left, left_axes, keep)
         right, right_axes = _kept(t, right, right_axes, keep)
-        sizes = [max(x.shape[x_axes.index(i)], y.shape[y_axes.index(i)]) for i in shared]
+        sizes = _sizes(keep, x, x_axes, y, y_axes)
         t.merge(_arranged(left, left_axes, keep, sizes), _arranged(right, right_axes, keep, sizes), exponent=-1.0)
         return activation(lb.constant(FROZEN, shape))
     t.scales.freeze(lb.narrowed(left), t.now)
@@ -155,15 +161,33 @@ def einsum(t: Interpreter, a: Arguments) -> Any:
     spare = [c for c in string.ascii_letters if c not in a["equation"]][: max(dots, default=0)]
     axes = [term.replace("...", "".join(spare[len(spare) - n :])) for term, n in zip(axes, dots, strict=True)]
     if not arrow:
-        counts = "".join(axes)
-        output = "".join(spare) + "".join(sorted(c for c in set(counts) if counts.count(c) == 1 and c not in spare))
+        every = "".join(axes)
+        output = "".join(spare) + "".join(sorted(c for c in set(every) if every.count(c) == 1 and c not in spare))
     output = output.replace("...", "".join(spare))
     broadcast = any(
-        v.shape[i] == 1 for v, term in zip(operands, axes, strict=True) for i, c in enumerate(term) if c in spare
+        v.shape[term.index(c)] == 1 for v, term in zip(operands, axes, strict=True) for c in spare if c in term
     )
-    if len(operands) != 2 or broadcast or any(len(set(term)) < len(term) for term in axes):
+    if len(operands) < 2 or broadcast or any(len(set(term)) < len(term) for term in axes):
         return NotImplemented
-    return contract(t, operands[0], axes[0], operands[1], axes[1], output)
+    made, made_axes = operands[0], axes[0]
+    for i in range(1, len(operands)):
+        later = output if i == len(operands) - 1 else "".join([output, *axes[i + 1 :]])
+        needed = [c for c in dict.fromkeys(made_axes + axes[i]) if c in later]
+        target = output if i == len(operands) - 1 else "".join(needed)
+        made, made_axes = contract(t, made, made_axes, operands[i], axes[i], target), target
+    return made
+
+
+@rule("tensordot.default")
+def tensordot(t: Interpreter, a: Arguments) -> Any:
+    x, y = a["self"], a["other"]
+    letters = string.ascii_lowercase
+    x_axes = list(letters[: x.ndim])
+    y_axes = list(letters[x.ndim : x.ndim + y.ndim].upper())
+    for i, j in zip(a["dims_self"], a["dims_other"], strict=True):
+        y_axes[j % y.ndim] = x_axes[i % x.ndim]
+    output = [c for c in x_axes if c not in y_axes] + [c for c in y_axes if c not in x_axes]
+    return contract(t, x, "".join(x_axes), y, "".join(y_axes), "".join(output))
 
 
 @rule("bilinear.default")

@@ -65,3 +65,13 @@ def trailing_norm(t: Interpreter, a: Arguments) -> Any:
     t.freeze(x)
     out = affine(t, x.shape, a["weight"], a.get("bias"), layout=None)
     return (out, *t.frozen_result()[1:]) if isinstance(t.node.meta["val"], tuple | list) else out
+
+
+@rule("_weight_norm.default", "_weight_norm_interface.default")
+def weight_norm(t: Interpreter, a: Arguments) -> Any:
+    """g·v/|v|: the direction is frozen, so the weight is as free as its gain."""
+    direction: Value = a["v"]
+    a["dim"]
+    t.freeze(direction)
+    weight = a["g"].expanded(direction.shape)
+    return (weight, *t.frozen_result()[1:]) if isinstance(t.node.meta["val"], tuple | list) else weight

@@ -133,3 +133,15 @@ def grid_sample(t: Interpreter, a: Arguments) -> Any:
     value: Value = a["input"]
     a.everything()
     return activation(t.collapse(t.labels(value), range(2, value.ndim)).expand(t.result_shape()))
+
+
+@rule("fft_fft.default", "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_hfft.default",
+      "fft_ihfft.default", "fft_fft2.default", "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default",
+      "fft_fftn.default", "fft_ifftn.default", "fft_rfftn.default", "fft_irfftn.default")  # fmt: skip
+def fourier(t: Interpreter, a: Arguments) -> Any:
+    """Linear along its axes, which mix."""
+    a.everything()
+    value: Value = a["self"]
+    dims = a["dim"]
+    axes = [dims] if isinstance(dims, int) else range(value.ndim) if dims is None else dims
+    return activation(t.collapse(t.labels(value), axes).expand(t.result_shape()))
