@@ -226,6 +226,12 @@ class Interpreter:
         val = self.node.meta["val"]
         return torch.Size((val if which is None else val[which]).shape)
 
+    def dtype_of(self, argument: int) -> torch.dtype | None:
+        """The dtype of a positional argument of the present node."""
+        source = self.node.args[argument]
+        value = source.meta.get("val") if isinstance(source, fx.Node) else None
+        return value.dtype if isinstance(value, Tensor) else None
+
     def frozen_result(self, static: bool = False) -> Any:
         """The present node's result with every element frozen, for the reason that this node made it."""
         label = self.scales.fresh(1, self.now)

@@ -77,12 +77,12 @@ def multiply(t: Interpreter, x: Value, y: Value, inverse: bool = False) -> Value
 def gain(t: Interpreter, x: Value, parameter: Value, inverse: bool) -> Value:
     """An activation times (or over) a parameter of the same shape: new output scales, carried by the parameter.
 
-    A gain with fewer elements than the scales it meets (one number for all channels, as in ReZero) could only carry one
-    common scale; it is frozen instead, and the channels keep their own.
+    A gain with few elements may meet many scales (one number for all channels, as in ReZero), which it would tie
+    together. Where that costs more scales than the gain opens it is frozen instead, and they pass.
     """
     before = t.labels(x)
     out = t.open(parameter)
-    if out is None or _would_merge(t, before, shared=set(range(x.ndim)) - lb.varying_axes(out)):
+    if out is None or _tied(t, before, shared=set(range(x.ndim)) - lb.varying_axes(out)) > lb.narrowed(out).numel():
         t.freeze(parameter)
         return activation(before)
     plus, minus = (before, out) if inverse else (out, before)
@@ -90,15 +90,14 @@ def gain(t: Interpreter, x: Value, parameter: Value, inverse: bool) -> Value:
     return activation(lb.elementwise(lambda a, b: torch.where(a == ZERO, ZERO, b), before, out))
 
 
-def _would_merge(t: Interpreter, labels: Tensor, shared: set[int]) -> bool:
-    """Whether free labels differ along axes on which they would have to be one."""
-    moving = [axis for axis in shared if lb.varies(labels, axis)]
+def _tied(t: Interpreter, labels: Tensor, shared: set[int]) -> int:
+    """How many free scales are lost if the labels along some axes become one."""
     short = lb.narrowed(labels)
-    if not moving or t.all_frozen(short):
-        return False
-    roots = torch.where(short == ZERO, ZERO, t.scales.find(short)[0])
-    first = roots.amax(moving, keepdim=True)
-    return bool(((roots != first) & (roots != ZERO)).any())
+    if not any(lb.varies(labels, axis) for axis in shared):
+        return 0
+    free = torch.where(t.scales.is_frozen(short) | (short == ZERO), ZERO, t.scales.find(short)[0])
+    after = free.amax([axis for axis in shared if lb.varies(labels, axis)], keepdim=True)
+    return len(free.unique()) - len(after.unique())
 
 
 def nonzero(labels: Tensor) -> Tensor:
@@ -167,10 +166,15 @@ def clamp_tensor(t: Interpreter, a: Arguments) -> Any:
 
 @rule("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default")
 def cast(t: Interpreter, a: Arguments) -> Any:
-    """Floating-point casts keep the scale, `x.bool()` is a comparison with 0, integers are a barrier."""
+    """Floating-point casts keep the scale, `x.bool()` is a comparison with 0, integers are a barrier.
+
+    So is rounding float64 to less: whoever computes in float64 asks for more digits than would agree.
+    """
     value: Value = a["self"]
     a.get("other")  # only its dtype and device matter
-    dtype = t.node.meta["val"].dtype
+    dtype, before = t.node.meta["val"].dtype, t.dtype_of(0)
+    if before == torch.float64 and dtype.is_floating_point and dtype != before:
+        return NotImplemented
     if dtype.is_floating_point:
         return (
             value if value.parameter is not None else activation(value.labels, static=value.static, fan_in=value.fan_in)

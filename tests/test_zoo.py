@@ -1,0 +1,33 @@
+"""Other people's models: whatever scales are found, moving all of them at random leaves the outputs alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import equinorm
+import zoo
+from nets import assert_function_kept, randomize_constants, to_double
+
+ENTRIES = [
+    pytest.param(entry, id=f"{family.lower()}-{name}")
+    for family in ("TORCHVISION", "TIMM", "TRANSFORMERS")
+    for name, entry in getattr(zoo, family).items()
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_function_is_kept(entry: zoo.Entry) -> None:
+    torch.manual_seed(0)
+    model = entry.build().double().eval()
+    randomize_constants(model)
+    example = to_double(entry.example())
+    sym = equinorm.trace(model, example)
+    assert sym.num_scales == entry.scales if entry.exact else sym.num_scales >= entry.scales
+    assert_function_kept(model, example, sym, tolerance=entry.tolerance, copies=False)
+
+
+def test_the_zoo_is_as_large_as_it_says() -> None:
+    assert len(zoo.TORCHVISION) >= 30
+    assert len(zoo.TIMM) >= 12
+    assert len(zoo.TRANSFORMERS) >= 12
