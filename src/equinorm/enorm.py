@@ -385,7 +385,7 @@ class ENorm:
         if self.bias != "safe":
             return {}
         padded = torch.cat([self.log_t, self.log_t.new_zeros(1)])
-        return {w.name: w.fan_in.log_scale(padded).mean(1).exp() for w in self._terms.values() if w.fan_in is not None}
+        return {w.name: w.fan_in.log_scale(padded).mean(-1).exp() for w in self._terms.values() if w.fan_in is not None}
 
     def _set_gains(self, gains: dict[str, Tensor]) -> None:
         for name, gain in gains.items():
@@ -429,7 +429,7 @@ class ENorm:
             gradient = self.symmetry.tensor(name).grad
             if gradient is not None:
                 saved[name] = gradient.clone()
-                gradient.mul_(t.square().view(-1, *[1] * (gradient.ndim - 1)))
+                gradient.mul_(t.square())
 
     @torch.no_grad()
     def _restore_bias_gradients(self, saved: dict[str, Tensor]) -> None:
@@ -449,7 +449,7 @@ class ENorm:
             if tensor.grad is None:
                 continue
             decayed = old * (1 - decay[id(tensor)])
-            shortened = decayed + t.to(tensor).view(-1, *[1] * (tensor.ndim - 1)) * (tensor - decayed)
+            shortened = decayed + t.to(tensor) * (tensor - decayed)
             tensor.copy_(shortened if skipped is None else torch.where(skipped.bool(), old, shortened))
 
     # -- copies --------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def explain(model: str, captured: Captured, t: Interpreter, num_scales: int) -> 
     share = f"{moved:,} of {total:,} parameter values move with them" if total else "it has no parameters"
     summary = f"{model}: {num_scales:,} free scale{'' if num_scales == 1 else 's'}; {share}"
     stops = Counter(
-        re.sub(r" at .*", "", row.because.split("; ")[0]) for row in rows if row.because and row.free < row.total
+        re.sub(r" (in|at) .*", "", row.because.split("; ")[0]) for row in rows if row.because and row.free < row.total
     )
     common = ", ".join(f"{what} ({n})" for what, n in stops.most_common(4))
     if common:

@@ -302,25 +302,17 @@ class Interpreter:
 
     def _to_parameter(self, value: Value, shape: torch.Size, labels: Tensor) -> Tensor:
         """Labels given in a view's coordinates, in the parameter's own; elements read twice are merged."""
-        moving = lb.varying_axes(labels)
-        used = []
-        for axis, where in enumerate(value.coordinates):
-            if where is None or shape[axis] == 1:
-                continue
-            depends = lb.varying_axes(where) & moving
-            if depends or len(lb.narrowed(where).unique()) < shape[axis]:  # a part of an axis is a role of its own
-                used.append(axis)
-        places = [where for axis, where in enumerate(value.coordinates) if axis in used and where is not None]
-        (labels, *places), _ = lb.together([labels, *places])
-        sizes = [n if a in used else 1 for a, n in enumerate(shape)]
-        flat = torch.zeros((), dtype=torch.int64)
-        for axis, where in zip(used, places, strict=True):
-            flat = flat * shape[axis] + where
-        flat, source = (t.reshape(-1) for t in torch.broadcast_tensors(flat, labels))
-        target = torch.full((prod(sizes),), ZERO)
-        target.scatter_reduce_(0, flat, source, "amax")
-        self.scales.merge(source, target[flat], self.now)
-        return target.view(sizes)
+        target, flat, source = _place(value, shape, labels)
+        self.scales.merge(source, target.view(-1)[flat], self.now)
+        return target
+
+    def owner(self, value: Value, fan_in: Tensor) -> Tensor:
+        """For each element of a parameter the input labels of its layer, which are given for each element of a view."""
+        short = lb.narrowed(fan_in, keep=[fan_in.ndim - 1])
+        rows = torch.arange(prod(short.shape[:-1])).view(short.shape[:-1]).expand(value.shape)
+        assert value.parameter is not None
+        target, _, _ = _place(value, self.forms[value.parameter].shape, rows)
+        return short.reshape(-1, fan_in.shape[-1])[target.clamp_min(0)]
 
     def _unify(self, form: Form, plus: Tensor, minus: Tensor | None) -> None:
         """Demand that a second role scales a parameter as the first did.
@@ -362,6 +354,31 @@ class Interpreter:
 
     def _tensors(self, tree: Any) -> list[Value]:
         return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
+
+
+def _place(value: Value, shape: torch.Size, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Write what is given for each element of a view at the places of the parameter it was read from.
+
+    Returns the result over the parameter's axes (of length one where nothing depends on them), and for each element of
+    the view its place there and what was written.
+    """
+    moving = lb.varying_axes(labels)
+    used, places = [], []
+    for axis, where in enumerate(value.coordinates):
+        if where is None or shape[axis] == 1:
+            continue
+        depends = lb.varying_axes(where) & moving
+        if depends or len(lb.narrowed(where).unique()) < shape[axis]:  # a part of an axis is a role of its own
+            used.append(axis)
+            places.append(where)
+    (labels, *places), _ = lb.together([labels, *places])
+    flat = torch.zeros((), dtype=torch.int64)
+    for axis, where in zip(used, places, strict=True):
+        flat = flat * shape[axis] + where
+    flat, source = (t.reshape(-1) for t in torch.broadcast_tensors(flat, labels))
+    sizes = [n if a in used else 1 for a, n in enumerate(shape)]
+    target = torch.full((prod(sizes),), ZERO).scatter_reduce_(0, flat, source, "amax")
+    return target.view(sizes), flat, source
 
 
 Rule = Callable[[Interpreter, Arguments], Any]

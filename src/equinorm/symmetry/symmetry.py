@@ -44,7 +44,7 @@ class ScaledParameter:
     into: Term | None
     multiplicative: bool  # weights and gains count in the norm, biases and offsets do not
     depth: int  # linear layers between it and the output, on the longest path
-    fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, one row per element (or one row)
+    fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, along a last axis of their own
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
@@ -81,7 +81,7 @@ class Symmetry:
         self._explanation = explain(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
-        return f"<Symmetry of {type(self.model).__name__}: {self._explanation.summary}>"
+        return f"<Symmetry of {self._explanation.summary.splitlines()[0]}>"
 
     def explain(self) -> Explanation:
         """Every parameter: which axes are free, which are frozen, and why. Print it, or read its `rows`."""

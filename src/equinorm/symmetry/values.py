@@ -31,7 +31,9 @@ class Value:
     coordinates: tuple[Tensor | None, ...] = ()
     static: bool = False  # does not depend on the model's inputs
     table: bool = False  # a parameter read row by row: an embedding, so a weight although nothing multiplies it
-    fan_in: Tensor | None = None  # labels of the inputs of the linear layer that made it: who owns a bias added next
+    fan_in: Tensor | None = (
+        None  # per element, labels of the inputs of the linear layer that made it (a last axis more)
+    )
 
     @cached_property
     def labels(self) -> Tensor:

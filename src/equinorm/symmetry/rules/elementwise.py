@@ -46,10 +46,11 @@ def add(t: Interpreter, x: Value, y: Value) -> Value:
     labels = t.labels(x).expand(shape)
     if bool((lb.narrowed(labels) == ZERO).any()):
         return joined(t, x, y)  # where the activation is zero the sum has the parameter's own scale
-    owner = None if x.fan_in is None else lb.narrowed(x.fan_in)
-    role = Role(t.now, multiplies=y.table, fan_in=owner)
-    t.assign(y.expanded(shape), plus=labels, minus=None, role=role)
-    return activation(labels, fan_in=x.fan_in)
+    offset = y.expanded(shape)
+    fan_in = x.fan_in if x.shape == shape else None
+    owner = None if fan_in is None else t.owner(offset, fan_in)
+    t.assign(offset, plus=labels, minus=None, role=Role(t.now, multiplies=y.table, fan_in=owner))
+    return activation(labels, fan_in=fan_in)
 
 
 def multiply(t: Interpreter, x: Value, y: Value, inverse: bool = False) -> Value:

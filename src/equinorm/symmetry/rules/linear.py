@@ -7,6 +7,7 @@ here opens one new scale per output channel and hands the weight that form.
 from __future__ import annotations
 
 import string
+from math import prod
 from typing import Any
 
 import torch
@@ -72,10 +73,12 @@ def _with_weight(t: Interpreter, x: Value, x_axes: str, weight: Value, w_axes: s
     summed = [letter for letter in w_axes if letter in x_axes and letter not in out_axes]
     t.assign(weight, plus=plus, minus=minus, role=Role(t.now, multiplies=True, layer=bool(summed)))
     fan_in = None
-    if summed and len(free) == 1:  # a layer with inputs of its own, not a gain: a bias added next belongs to it
-        layout = free + summed
-        minus = minus.permute([w_axes.index(i) for i in layout] + [w_axes.index(i) for i in w_axes if i not in layout])
-        fan_in = minus[(...,) + (0,) * (len(w_axes) - len(layout))].flatten(1)
+    if summed:  # a layer with inputs of its own, not a gain: a bias added next belongs to it
+        kept = [letter for letter in out_axes if letter in w_axes]
+        rows, rows_axes = _kept(t, minus, w_axes, keep="".join([*kept, *summed]))
+        rows = rows.permute([rows_axes.index(letter) for letter in (*kept, *summed)])
+        rows = lb.reshape(rows, [*rows.shape[: len(kept)], prod(rows.shape[len(kept) :])])
+        fan_in = _arranged(rows, "".join(kept) + "*", out_axes + "*", [*shape, rows.shape[-1]])
     return activation(_arranged(out, "".join(free), out_axes, shape), fan_in=fan_in)
 
 
@@ -233,7 +236,7 @@ def convolution(t: Interpreter, a: Arguments) -> Any:
             plus, minus = opened.view(-1, 1, *kernel), per_output.reshape(-1, inputs.shape[1], *kernel)
         role = Role(t.now, multiplies=True, layer=True)
         t.assign(weight, plus=plus.expand(weight.shape), minus=minus.expand(weight.shape), role=role)
-        owner = inputs.repeat_interleave(outputs // groups, 0) if groups > 1 else inputs.expand(outputs, -1)
+        owner = inputs.repeat_interleave(outputs // groups, 0) if groups > 1 else inputs
         value = _channels(t, opened.view(-1), channel, fan_in=owner)
     if a["bias"] is None:
         return value
@@ -244,7 +247,10 @@ def convolution(t: Interpreter, a: Arguments) -> Any:
 
 def _channels(t: Interpreter, labels: Tensor, channel: int, fan_in: Tensor | None = None) -> Value:
     shape = t.result_shape()
-    return activation(labels.view([-1 if i == channel else 1 for i in range(len(shape))]).expand(shape), fan_in=fan_in)
+    layout = [-1 if i == channel else 1 for i in range(len(shape))]
+    if fan_in is not None:
+        fan_in = fan_in.reshape(*layout, fan_in.shape[1]).expand(*shape, -1)
+    return activation(labels.view(layout).expand(shape), fan_in=fan_in)
 
 
 def _with_made_kernel(

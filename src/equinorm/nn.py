@@ -1,0 +1,23 @@
+"""The layers of equinorm, by family: `equinorm.nn.EquiNormConv2d(64, 128, 3, padding=1)`.
+
+Each has the signature of the torch layer it stands for, and further options by keyword.
+"""
+
+from __future__ import annotations
+
+# EquiNorm (defazio2018): weights in equilibrium, from the mean input of every channel
+from .equilibrium import (
+    EquiNormConv1d,
+    EquiNormConv2d,
+    EquiNormConv3d,
+    EquiNormConvTranspose2d,
+    EquiNormLinear,
+)
+
+__all__ = [
+    "EquiNormConv1d",
+    "EquiNormConv2d",
+    "EquiNormConv3d",
+    "EquiNormConvTranspose2d",
+    "EquiNormLinear",
+]
