@@ -48,7 +48,10 @@ def load(folder: Path, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Te
 
 def toy(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    x, y = torch.randint(256, (512, 3, 32, 32), generator=draw, dtype=torch.uint8), torch.randint(10, (512,), generator=draw)
+    x, y = (
+        torch.randint(256, (512, 3, 32, 32), generator=draw, dtype=torch.uint8),
+        torch.randint(10, (512,), generator=draw),
+    )
     return x[:384].to(device), y[:384].to(device), x[384:].to(device), y[384:].to(device)
 
 
@@ -291,7 +294,7 @@ class Step:
 def prepare(x: Tensor, run: Run) -> Tensor:
     x = x.float().div(255)
     if run.normalize:
-        x = (x - torch.tensor(MEAN, device=x.device).view(3, 1, 1)) / torch.tensor(DEVIATION, device=x.device).view(3, 1, 1)
+        x = torch.stack([(x[:, i] - MEAN[i]) / DEVIATION[i] for i in range(3)], 1)
     return x.contiguous(memory_format=torch.channels_last) if run.half else x
 
 
