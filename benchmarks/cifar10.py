@@ -15,7 +15,9 @@ epochs, learning rate decayed linearly to 0 from repro2019's table 1). wrn: defa
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equinorm
+from equinorm.meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d
 
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -76,7 +79,7 @@ def fully_connected(hidden: int, bias: bool, norm: bool = False, width: int = 50
     """repro2019: an input layer, `hidden` intermediary ones and an output layer."""
     sizes = [3072, *[width] * (hidden + 1), 10]
     layers: list[nn.Module] = [nn.Flatten()]
-    for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         layer = nn.Linear(a, b, bias=bias)
         nn.init.kaiming_normal_(layer.weight)
         if bias:
@@ -115,7 +118,7 @@ def residual_net(blocks: int, width: int, conv: Conv, option_a: bool = False, no
     for stage in range(3):
         for i in range(blocks):
             b, stride = width * 2**stage, 2 if stage and not i else 1
-            block = Residual(a, b, stride, conv, equinorm.InputNoise(noise) if noise else None)
+            block = Residual(a, b, stride, conv, InputNoise(noise) if noise else None)
             if option_a and a != b:
                 block.skip = OptionA(a, b)
             layers.append(block)
@@ -133,13 +136,7 @@ def equinorm_conv(fraction: float) -> Conv:
     return lambda a, b, kernel, stride: EquiNormConv2d(a, b, kernel, stride, kernel // 2, stats_fraction=fraction)
 
 
-def plain_conv(a: int, b: int, kernel: int, stride: int) -> nn.Module:
-    conv = nn.Conv2d(a, b, kernel, stride, kernel // 2, bias=False)
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    return conv
-
-
-# -- schedules: (learning rate, momentum) at a fraction of an epoch -----------------------------------------------------
+# -- schedules: (learning rate, momentum) at a fraction of an epoch ----------------------------------------------------
 
 Schedule = Callable[[float], tuple[float, float]]
 
@@ -223,22 +220,37 @@ def wrn_runs() -> Iterator[Run]:
         yield Run(f"wrn-20-96 {name}", lambda c=conv: residual_net(3, 96, c), normalize=normalize, **common)
 
 
-def mean_shift_rejection(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Any:
-    return equinorm.MeanShiftRejection(model, optimizer, z=0.85, luma=5e-4).attach()
+def mean_shift_rejection(**options: Any) -> Callable[..., Any]:
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Any:
+        return MeanShiftRejection(model, optimizer, z=0.85, luma=5e-4, **options).attach()
+
+    return attach
 
 
-def msr_net(noise: float) -> nn.Module:
-    net = residual_net(18, 16, plain_conv, option_a=True, noise=noise)
-    equinorm.apply_mean_shift_rejection_(net)
+def msr_net(noise: float, gain: float, bias: bool, blocks: int = 18) -> nn.Module:
+    def conv(a: int, b: int, kernel: int, stride: int) -> nn.Module:
+        return nn.Conv2d(a, b, kernel, stride, kernel // 2, bias=bias)
+
+    net = residual_net(blocks, 16, conv, option_a=True, noise=noise)
+    apply_mean_shift_rejection_(net, log_gain=math.log(gain))
     return net
 
 
 def resnet110_runs() -> Iterator[Run]:
     common = {"epochs": 8, "batch": 128}
-    yield Run(
-        "resnet-110 msr noise 0.1", lambda: msr_net(0.1), schedule=constant(0.4), attach=mean_shift_rejection,
-        groups=lambda m: equinorm.msr_parameter_groups(m, 5e-4), **common,
-    )  # fmt: skip
+    unlimited = {"max_step": None, "bias_step": 1.0}
+    for name, gain, bias, options in (
+        ("msr noise 0.1", 0.5, False, {}),
+        ("msr noise 0.1, e^g 0.8", 0.8, False, {}),
+        ("msr noise 0.1, biases", 0.5, True, {}),
+        ("msr noise 0.1, e^g 0.8, no limits", 0.8, False, unlimited),
+        ("msr noise 0.1, biases, no limits", 0.5, True, unlimited),
+    ):
+        yield Run(
+            f"resnet-110 {name}", lambda g=gain, b=bias: msr_net(0.1, g, b), schedule=constant(0.4),
+            attach=mean_shift_rejection(**options), groups=lambda m: parameter_groups(m, 5e-4),
+            note={"lr": 0.4, "gain": gain, "options": options}, **common,
+        )  # fmt: skip
     yield Run(
         "resnet-110 batchnorm", lambda: residual_net(18, 16, batchnorm_conv, option_a=True), decay=5e-4,
         schedule=constant(0.1, warm_up=1.0), note={"warm_up_epochs": 1, "lr": 0.1}, **common,
@@ -323,8 +335,8 @@ def train(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, epoc
     fused = x.device.type == "cuda"
     momentum = run.schedule(0.0)[1]
     optimizer = torch.optim.SGD(
-        run.groups(model), lr=torch.tensor(0.0, device=x.device), momentum=momentum, weight_decay=run.decay, fused=fused,
-        foreach=None if fused else False,
+        run.groups(model), lr=torch.tensor(0.0, device=x.device), momentum=momentum, weight_decay=run.decay,
+        fused=fused, foreach=None if fused else False,
     )  # fmt: skip
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.0, device=x.device)
@@ -346,7 +358,7 @@ def train(run: Run, data: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, epoc
             break
     return {
         "name": run.name, "seed": seed, "epochs": epochs, "test_accuracy": history[-1], "history": history,
-        "train_loss": losses, "diverged": not all(map(lambda v: v == v and abs(v) < 1e30, losses)),
+        "train_loss": losses, "diverged": not all(math.isfinite(loss) for loss in losses),
         "seconds": time.monotonic() - start, **run.note,
     }  # fmt: skip
 
