@@ -113,6 +113,8 @@ def balance_(
 
 def _symmetry(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None, **options: Any) -> Symmetry:
     if symmetry is not None:
+        if options.pop("keep", ()) or any(value != "preserve" for value in options.values()):
+            raise TypeError("keep and batchnorm are choices of equinorm.trace: pass them there, not with symmetry=")
         return symmetry.bind(model)
     if example_inputs is None:
         raise TypeError("pass example_inputs, or symmetry=equinorm.trace(model, example_inputs)")
@@ -239,7 +241,7 @@ class ENorm:
         self.companions = [symmetry.bind(_inner(other)) for other in companions]
         self._counted = _counted(symmetry, parameters)
         self._handles: list[RemovableHandle] = []
-        self._attached = False
+        self._attached: _Handle | None = None
         self.calls = 0
         self._check_optimizer()
         self._prepare()
@@ -264,14 +266,15 @@ class ENorm:
 
     def attach(self) -> RemovableHandle:
         """Call `step` by itself after every step of the optimizer, until the returned handle's `remove()`."""
-        if self._attached:
+        if self._attached is not None:
             raise RuntimeError("this ENorm is attached already: remove() its handle first")
-        self._attached = True
-        handle = self.optimizer.register_step_post_hook(lambda *_: self.step())
-        return _Handle(self, handle)
+        self._attached = _Handle(self, self.optimizer.register_step_post_hook(lambda *_: self.step()))
+        return self._attached
 
     def remove(self) -> None:
         """Take every hook off the optimizer. Biases are no longer treated specially after this."""
+        if self._attached is not None:
+            self._attached.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -280,7 +283,7 @@ class ENorm:
         """The same ENorm, with its state, on copies of the model and its optimizer."""
         twin = copy.copy(self)
         twin.symmetry, twin.optimizer = self.symmetry.bind(model), optimizer
-        twin.log_t, twin._handles, twin._attached = self.log_t.clone(), [], False
+        twin.log_t, twin._handles, twin._attached = self.log_t.clone(), [], None
         twin._check_optimizer()
         twin._prepare(self.log_t)
         twin._hook_biases()
@@ -461,7 +464,7 @@ class ENorm:
         twin = self.bind(model, optimizer)
         twin.companions = [other.bind(copy.deepcopy(other.model, memo)) for other in self.companions]
         memo[id(self)] = twin
-        if self._attached:
+        if self._attached is not None:
             twin.attach()
         return twin
 
@@ -474,7 +477,7 @@ class _Handle(RemovableHandle):
 
     def remove(self) -> None:
         self._handle.remove()
-        self._enorm._attached = False
+        self._enorm._attached = None
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

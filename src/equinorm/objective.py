@@ -37,10 +37,27 @@ class Side:
 
     def run_length(self) -> int:
         """The common length of runs of equal batch entries, or 1 if there is none."""
-        changed = (self.index[1:] != self.index[:-1]) | (self.exponent[1:] != self.exponent[:-1])
-        edges = [0, *(changed.any(1).nonzero().view(-1) + 1).tolist(), len(self.index)]
-        lengths = {b - a for a, b in pairwise(edges)}
-        return lengths.pop() if len(lengths) == 1 else 1
+        return _run_length(self.index.T, self.exponent.T)
+
+    def repeats(self) -> tuple[int, int, int]:
+        """The length as outer × distinct × inner: what repeats in runs (a flattened image) or periodically."""
+        inner = _run_length(self.index, self.exponent)
+        index, exponent = self.index[:, ::inner], self.exponent[:, ::inner]
+        length = index.shape[1]
+        distinct = len(torch.unique(torch.stack([index.double(), exponent]), dim=2)[0, 0])
+        outer = length // distinct if length % distinct == 0 else 1
+        for values in (index, exponent):
+            if not torch.equal(values, values[:, : length // outer].repeat(1, outer)):
+                outer = 1
+        return outer, length // outer, inner
+
+
+def _run_length(*values: Tensor) -> int:
+    """The common length of runs of equal columns, or 1 if there is none."""
+    changed = torch.stack([(v[:, 1:] != v[:, :-1]).any(0) for v in values]).any(0)
+    edges = [0, *(changed.nonzero().view(-1) + 1).tolist(), values[0].shape[1]]
+    lengths = {b - a for a, b in pairwise(edges)}
+    return lengths.pop() if len(lengths) == 1 else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,27 +65,23 @@ class Layout:
     """How one parameter becomes a batch of matrices whose rows and columns each belong to one scale variable."""
 
     name: str
-    reduced: tuple[int, ...]  # axes summed away: kernel windows, and whatever no scale depends on
-    order: tuple[int, ...]  # the other axes: those both sides depend on, rows, columns
+    order: tuple[int, ...]  # axes of the parameter: those both sides depend on, rows, columns, what no scale depends on
+    view: tuple[int, ...]  # its shape then: batch, and rows and columns as outer × distinct × inner, and the rest
     weight: float  # c ** (p · depth)
     rows: Side
     columns: Side
     cancels: Tensor | None  # where row and column are one scale to the same power, which then has no effect
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        batch, rows = self.rows.index.shape
-        return batch, rows, self.columns.index.shape[1]
-
     def reduce(self, parameter: Tensor, p: float, dtype: torch.dtype) -> Tensor:
         """Sums of |w|^p over the elements that share a row and a column, times the depth weight."""
-        powers = parameter.detach()
-        if self.reduced and p == 2:
-            powers = torch.linalg.vector_norm(powers, 2, self.reduced, keepdim=True, dtype=dtype).square_()
+        laid = parameter.detach().permute(self.order).reshape(self.view)
+        summed = [axis for axis, n in enumerate(self.view) if n > 1 and axis not in (0, 2, 5)]
+        if summed and p == 2:
+            powers = torch.linalg.vector_norm(laid, 2, summed, keepdim=True, dtype=dtype).square_()
         else:
-            powers = powers.to(dtype).abs().pow(p)
-            powers = powers.sum(self.reduced, keepdim=True) if self.reduced else powers
-        matrices = powers.permute([*self.order, *self.reduced]).reshape(self.shape)
+            powers = laid.to(dtype).abs().pow(p)
+            powers = powers.sum(summed, keepdim=True) if summed else powers
+        matrices = powers.reshape(self.view[0], self.view[2], self.view[5])
         if self.cancels is not None:
             matrices = matrices.masked_fill(self.cancels, 0.0)
         return matrices * self.weight if self.weight != 1.0 else matrices
@@ -88,9 +101,19 @@ def _layout(w: ScaledParameter, n: int, weight: float) -> Layout:
     rows = _side(w.out, w.shape, shared + row_axes, batch, n, sign=1.0)
     columns = _side(w.into, w.shape, shared + column_axes, batch, n, sign=-1.0)
     rows, columns = _grouped(rows, columns)
-    order = (*shared, *row_axes, *column_axes)
-    reduced = tuple(a for a in axes if a not in order)
-    return Layout(w.name, reduced, order, weight, rows, columns, _cancelling(rows, columns, n))
+    rest = [a for a in axes if a not in (*shared, *row_axes, *column_axes)]
+    (r_outer, r, r_inner), (c_outer, c, c_inner) = rows.repeats(), columns.repeats()
+    rows, columns = (Side(x.index[:, ::k][:, :n], x.exponent[:, ::k][:, :n]) for x, k, n in (
+        (rows, r_inner, r), (columns, c_inner, c)))  # fmt: skip
+    return Layout(
+        w.name,
+        order=(*shared, *row_axes, *column_axes, *rest),
+        view=(len(rows.index), r_outer, r, r_inner, c_outer, c, c_inner, *(w.shape[a] for a in rest)),
+        weight=weight,
+        rows=rows,
+        columns=columns,
+        cancels=_cancelling(rows, columns, n),
+    )
 
 
 def _side(term: Term | None, shape: torch.Size, axes: list[int], batch: int, n: int, sign: float) -> Side:

@@ -2,6 +2,7 @@
 
 from .capture import TraceError
 from .explain import Explanation, Row
+from .rules.registry import register_rule
 from .symmetry import ScaledParameter, Symmetry, Term, trace
 
-__all__ = ["Explanation", "Row", "ScaledParameter", "Symmetry", "Term", "TraceError", "trace"]
+__all__ = ["Explanation", "Row", "ScaledParameter", "Symmetry", "Term", "TraceError", "register_rule", "trace"]

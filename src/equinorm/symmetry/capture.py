@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     cached = getattr(config, "use_cache", None)
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), torch.enable_grad():
+    quiet = redirect_stderr(StringIO())  # where it fails, torch.export prints the whole graph
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), torch.enable_grad(), quiet:
         warnings.simplefilter("ignore")
         try:
             if config is not None and cached:
