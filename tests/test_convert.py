@@ -508,6 +508,15 @@ def test_msr_options() -> None:
     torch.testing.assert_close(same.down.weight, model.down.weight)
 
 
+def test_msr_where_there_is_only_the_first_convolution() -> None:
+    new, report = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "msr", images())
+    assert [row.module for row in report.converted] == ["1"]
+    _, again = convert(new, "msr", images())
+    assert not again.converted
+    with pytest.raises(ValueError, match="a linear layer has no window"):
+        convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "msr", images())
+
+
 def test_msr_noise_at_the_inputs_of_residual_units() -> None:
     model, report = convert(Small(blocks=2), "msr", images(), noise=0.1)
     assert [row.module for row in report.converted if "InputNoise" in row.now] == ["blocks.0", "blocks.1"]
@@ -679,6 +688,26 @@ def _added_in_place(y: Tensor) -> Tensor:
 def _added_to_a_view(y: Tensor) -> Tensor:
     y[:, :1].add_(1.0)
     return y
+
+
+def test_two_norms_in_a_row() -> None:
+    """Were the first taken, the second would be next to the layer, and converting again would take it as well."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
+    model.append(nn.BatchNorm2d(4))
+    new, report = convert(model, "equinorm", images())
+    assert kept(report)["1"] == "2 normalizes its output once more"
+    assert [row.module for row in report.converted] == ["3", "4"]
+    _, again = convert(new, "equinorm", images())
+    assert not again.converted
+
+
+@pytest.mark.parametrize("name", ["mean_only_batchnorm", "weightnorm"])
+def test_final_batchnorm_behind_an_output_that_goes_elsewhere_too(name: str) -> None:
+    model = Net(lambda m, x: m.norm(y := m.conv(x)) + y, conv=nn.Conv2d(3, 4, 1), norm=nn.BatchNorm2d(4))
+    new, _ = convert(model, name, images(), final_batchnorm=True)
+    assert isinstance(new.conv.norm, nn.BatchNorm2d)
+    _, again = convert(new, name, images(), final_batchnorm=True)
+    assert not again.converted
 
 
 def test_reasons_of_equinorm() -> None:

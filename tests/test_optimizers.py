@@ -138,9 +138,7 @@ def _gradient(shape: tuple[int, ...], rank_one: bool, t: int, generator: torch.G
     return g.sign() * row * col * (1 + t)
 
 
-def _step(
-    optimizer: Optimizer, params: list[Tensor], weights: list[Tensor] | None, grads: list[Tensor]
-) -> None:
+def _step(optimizer: Optimizer, params: list[Tensor], weights: list[Tensor] | None, grads: list[Tensor]) -> None:
     for i, p in enumerate(params):
         if weights is not None:
             p.data.copy_(weights[i])
@@ -191,8 +189,7 @@ def _arbiter(case: Case, seed: int, steps: int, axes: int, uneven: bool = False)
     start = [f * w for f, w in zip(factors, weights, strict=True)]
     for t in range(2):
         grads = [
-            _gradient(shape, case.rank_one, t, generator) / f
-            for shape, f in zip(case.shapes, factors, strict=True)
+            _gradient(shape, case.rank_one, t, generator) / f for shape, f in zip(case.shapes, factors, strict=True)
         ]
         _step(carried, old, start if t == 0 else None, grads)
         _step(gathered, new, start if t == 0 else None, grads)
@@ -228,9 +225,7 @@ def test_the_arbiter_notices_a_wrong_power(name: str, key: str) -> None:
     case = RICHEST[name]
     rule = state_rule(case.optimizer_class)
     for wrong in (rule.powers[key] - 1, rule.powers[key] + 1):
-        register_state_rule(
-            case.optimizer_class, {**rule.powers, **rule.together, key: wrong}, linear=rule.linear
-        )
+        register_state_rule(case.optimizer_class, {**rule.powers, **rule.together, key: wrong}, linear=rule.linear)
         with pytest.raises((AssertionError, ValueError), match=key):
             _arbiter(case, seed=5, steps=4, axes=15)
 
@@ -255,9 +250,7 @@ def test_every_rule_is_met_by_some_state(name: str) -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 @given(seed=st.integers(0, 2**31), t_old=st.floats(0.01, 10), t_new=st.floats(0.01, 10))
 @settings(max_examples=15, deadline=None)
-def test_safe_bias_momentum_is_carried_with_its_gain(
-    nesterov: bool, seed: int, t_old: float, t_new: float
-) -> None:
+def test_safe_bias_momentum_is_carried_with_its_gain(nesterov: bool, seed: int, t_old: float, t_new: float) -> None:
     """The optimizer sees t²·g; after the rescaling t_new²·g/f (design, section 2)."""
     generator = torch.Generator().manual_seed(seed)
     f = _factor((5,), 1, generator)
@@ -305,9 +298,7 @@ class Unknown(Optimizer):
                     self.state[p].setdefault(key, torch.zeros_like(p)).add_(p.grad)
 
 
-def _stepped(
-    make: Callable[[list[Tensor]], Optimizer], shape: tuple[int, ...] = (2, 3)
-) -> tuple[Optimizer, Tensor]:
+def _stepped(make: Callable[[list[Tensor]], Optimizer], shape: tuple[int, ...] = (2, 3)) -> tuple[Optimizer, Tensor]:
     p = torch.ones(shape, requires_grad=True)
     optimizer = make([p])
     _step(optimizer, [p], None, [torch.full(shape, 0.5)])
@@ -325,9 +316,7 @@ def _assert_refused_untouched(optimizer: Optimizer, p: Tensor, error: type[Excep
         for part in parts:
             assert part in str(raised.value)
     for key, value in before.items():
-        assert value is None or torch.equal(
-            torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value)
-        ), key
+        assert value is None or torch.equal(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value)), key
 
 
 def test_unknown_optimizer_is_refused_by_name() -> None:
@@ -338,9 +327,7 @@ def test_unknown_optimizer_is_refused_by_name() -> None:
 def test_unknown_state_is_refused_by_key_before_the_known_one_moves() -> None:
     register_state_rule(Unknown, {"momentum_buffer": -1})
     optimizer, p = _stepped(Unknown)
-    _assert_refused_untouched(
-        optimizer, p, ValueError, "Unknown", "'curvature'", "equinorm.register_state_rule"
-    )
+    _assert_refused_untouched(optimizer, p, ValueError, "Unknown", "'curvature'", "equinorm.register_state_rule")
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", torch.tensor(1.0)], ids=str)
@@ -442,9 +429,7 @@ def test_subclasses_inherit_and_their_own_rule_wins() -> None:
         (Unknown, {"x": -1, ("x", "y"): lambda state, w, g: None}, ValueError),
     ],
 )
-def test_a_rule_that_makes_no_sense_is_refused(
-    optimizer_class: Any, rules: Any, error: type[Exception]
-) -> None:
+def test_a_rule_that_makes_no_sense_is_refused(optimizer_class: Any, rules: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         register_state_rule(optimizer_class, rules)
     assert Unknown not in optimizers._RULES
@@ -565,9 +550,7 @@ def test_complex_parameters_are_carried() -> None:
     before = copy.deepcopy(optimizer.state[p])
     carry_state_(optimizer, p, torch.tensor([2.0, 4.0]))
     torch.testing.assert_close(optimizer.state[p]["exp_avg"], before["exp_avg"] / torch.tensor([2.0, 4.0]))
-    torch.testing.assert_close(
-        optimizer.state[p]["exp_avg_sq"], before["exp_avg_sq"] / torch.tensor([4.0, 16.0])
-    )
+    torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], before["exp_avg_sq"] / torch.tensor([4.0, 16.0]))
 
 
 def test_adafactor_without_gradients_yet_stays_zero() -> None:
@@ -717,9 +700,7 @@ def _rescale_(layers: list[nn.Module], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for before, after in itertools.pairwise(layers):
-            s = torch.exp2(
-                4 * torch.rand(before.weight.shape[0], generator=generator, dtype=torch.float64) - 2
-            )
+            s = torch.exp2(4 * torch.rand(before.weight.shape[0], generator=generator, dtype=torch.float64) - 2)
             before.weight.mul_(s.view(-1, *[1] * (before.weight.ndim - 1)))
             before.bias.mul_(s)
             after.weight.div_(s.view(1, -1, *[1] * (after.weight.ndim - 2)))
@@ -731,11 +712,7 @@ def _rescale_(layers: list[nn.Module], seed: int) -> None:
 def test_path_sgd_commutes_with_rescaling(kind: str, seed: int) -> None:
     torch.manual_seed(seed)
     model: nn.Module = _mlp(3, 5, 4, 2, seed=seed) if kind == "mlp" else ConvNet().double()
-    x = (
-        torch.randn(6, 3, dtype=torch.float64)
-        if kind == "mlp"
-        else torch.randn(6, 2, 8, 8, dtype=torch.float64)
-    )
+    x = torch.randn(6, 3, dtype=torch.float64) if kind == "mlp" else torch.randn(6, 2, 8, 8, dtype=torch.float64)
 
     def layers(net: nn.Module) -> list[nn.Module]:
         return [m for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)]

@@ -9,40 +9,71 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import nn
+    from .convert import ConvertReport, convert, methods, register_method
     from .enorm import BalanceReport, ENorm, ImplicitENorm, balance_
+    from .fold import fold
+    from .meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, zero_mean_init_
     from .optimizers import register_state_rule
     from .pathsgd import PathSGD
     from .symmetry import Symmetry, TraceError, trace
+    from .weightnorm import data_dependent_init_
 
+# where each public name lives
 _HOME = {
     "BalanceReport": "enorm",
+    "ConvertReport": "convert",
     "ENorm": "enorm",
     "ImplicitENorm": "enorm",
+    "InputNoise": "meanshift",
+    "MeanShiftRejection": "meanshift",
     "PathSGD": "pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
+    "apply_mean_shift_rejection_": "meanshift",
     "balance_": "enorm",
+    "convert": "convert",
+    "data_dependent_init_": "weightnorm",
+    "fold": "fold",
+    "methods": "convert",
+    "register_method": "convert",
     "register_state_rule": "optimizers",
     "trace": "symmetry",
+    "zero_mean_init_": "meanshift",
 }
 
 __all__ = [
     "BalanceReport",
+    "ConvertReport",
     "ENorm",
     "ImplicitENorm",
+    "InputNoise",
+    "MeanShiftRejection",
     "PathSGD",
     "Symmetry",
     "TraceError",
+    "apply_mean_shift_rejection_",
     "balance_",
+    "convert",
+    "data_dependent_init_",
+    "fold",
+    "methods",
+    "nn",
+    "register_method",
     "register_state_rule",
     "trace",
+    "zero_mean_init_",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module("equinorm.nn")
     if name not in _HOME:
         raise AttributeError(f"module 'equinorm' has no attribute {name!r}")
-    return getattr(import_module(f"equinorm.{_HOME[name]}"), name)
+    found = getattr(import_module(f"equinorm.{_HOME[name]}"), name)
+    globals()[name] = found  # a function may be called like its module, and it is the function that is meant
+    return found
 
 
 def __dir__() -> list[str]:

@@ -156,6 +156,8 @@ def _msr(plan: Plan, log_gain: float, init: bool, exclude_first: bool, bias: boo
             plan.hand_over(norm, offset=bias)
     if noise:
         _put_noise(plan, noise)
+    # where the first convolution is the only one, taking its norm away is all there is to do
+    plan.already += first is not None and not plan.norms
 
 
 def _drop_for_scaled_kernel(plan: Plan, norm: Norm, bias: bool) -> None:

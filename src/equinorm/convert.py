@@ -143,12 +143,10 @@ def convert(
 
 
 def _put_final_batchnorm(plan: Plan) -> None:
+    if plan.final_norm is not None:
+        return
     if plan.last is None:
         raise ValueError("final_batchnorm=True: the forward pass calls no linear or convolutional layer")
-    step = plan.graph.layer_step(plan.last)
-    assert step is not None
-    if any(reader.op == "batch_norm" for reader in step.users):
-        return  # it is there
     if why := plan.why_no_norm_behind(plan.last):
         raise ValueError(f"final_batchnorm=True: no batch norm can stand behind {plan.last.path}: {why}")
     norm_behind(plan, plan.last, batchnorm_for)

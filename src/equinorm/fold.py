@@ -139,7 +139,7 @@ def _foldable_norms(model: nn.Module, example_inputs: Any) -> tuple[list[Norm], 
         return [], {}
     if not any(isinstance(module, CHANNEL_NORMS) for module in model.modules()):
         return [], {}
-    plan = Plan(model, ModuleGraph(model, example_inputs))
+    plan = Plan(model, ModuleGraph(model, example_inputs), fold=True)
     kept = {row.module: row.why for row in plan.kept.values()}
     found = []
     for norm in plan.norms:

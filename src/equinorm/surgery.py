@@ -103,9 +103,11 @@ class Plan:
         keep: Iterable[str] = (),
         final_batchnorm: bool = False,
         remove_rest: bool = False,
+        fold: bool = False,
     ) -> None:
         self.model = model
         self.graph = graph
+        self._fold = fold
         self.remove_rest = remove_rest
         """Whether norms that a method cannot take the place of are removed instead of kept."""
         self.converted: dict[str, Row] = {}
@@ -121,6 +123,8 @@ class Plan:
         self.last = self._layers[-1] if self._layers else None
         """The layer that is called last."""
         self._final = self.last if final_batchnorm else None
+        self.final_norm: str | None = None
+        """The batch norm that stands behind it and is to stay."""
         self.norms = self._find_norms()
         """The norms that may be replaced, in the order of the forward pass."""
 
@@ -327,10 +331,20 @@ class Plan:
         layer, alone = (feeder, "") if isinstance(feeder, Call) else (None, feeder)
         if layer is not None and layer is self._final and isinstance(module, _BatchNorm):
             self.already += 1
+            self.final_norm = path
             return "the batch norm behind the last layer, as asked"
+        if layer is not None and (after := self._norm_after(calls[0])):
+            # with this one gone the next one would be behind the layer, and converting again would take that too
+            layer, alone = None, f"{after} normalizes its output once more"
         channels = getattr(module, "num_features", None) or module.num_channels
         positions = min(shape[2:].numel() for shape in shapes)
         return Norm(path, module, int(channels), len(shapes[0]), positions, calls, output, tail, layer, alone)  # type: ignore[arg-type]
+
+    def _norm_after(self, call: Call) -> str:
+        """The path of a norm that reads the output of a norm directly; empty if there is none."""
+        readers = [reader for step in call.outputs for reader in step.users]
+        found = (c.path for reader in readers for c in reader.calls if isinstance(c.module, CHANNEL_NORMS))
+        return next((path for path in found if not self._fold), "")
 
 
 # -- describing and replacing modules --------------------------------------------------------------------------
