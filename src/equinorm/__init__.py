@@ -13,11 +13,26 @@ if TYPE_CHECKING:
     from .convert import ConvertReport, convert, methods, register_method
     from .enorm import BalanceReport, ENorm, ImplicitENorm, balance_
     from .fold import fold
-    from .meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, zero_mean_init_
+    from .meanshift import (
+        InputNoise,
+        MeanShiftRejection,
+        add_input_noise_,
+        apply_mean_shift_rejection_,
+        centre_gradients_,
+        fold_mean_shift_rejection_,
+        zero_mean_init_,
+    )
     from .optimizers import register_state_rule
     from .pathsgd import PathSGD
     from .symmetry import Symmetry, TraceError, trace
-    from .weightnorm import data_dependent_init_
+    from .weightnorm import (
+        apply_weight_norm_,
+        centred_weight_norm_,
+        data_dependent_init_,
+        remove_weight_norm_,
+        scaled_weight_norm_,
+        weight_standardization_,
+    )
 
 # where each public name lives
 _HOME = {
@@ -30,15 +45,23 @@ _HOME = {
     "PathSGD": "pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
+    "add_input_noise_": "meanshift",
     "apply_mean_shift_rejection_": "meanshift",
+    "apply_weight_norm_": "weightnorm",
     "balance_": "enorm",
+    "centre_gradients_": "meanshift",
+    "centred_weight_norm_": "weightnorm",
     "convert": "convert",
     "data_dependent_init_": "weightnorm",
     "fold": "fold",
+    "fold_mean_shift_rejection_": "meanshift",
     "methods": "convert",
     "register_method": "convert",
     "register_state_rule": "optimizers",
+    "remove_weight_norm_": "weightnorm",
+    "scaled_weight_norm_": "weightnorm",
     "trace": "symmetry",
+    "weight_standardization_": "weightnorm",
     "zero_mean_init_": "meanshift",
 }
 
@@ -52,16 +75,24 @@ __all__ = [
     "PathSGD",
     "Symmetry",
     "TraceError",
+    "add_input_noise_",
     "apply_mean_shift_rejection_",
+    "apply_weight_norm_",
     "balance_",
+    "centre_gradients_",
+    "centred_weight_norm_",
     "convert",
     "data_dependent_init_",
     "fold",
+    "fold_mean_shift_rejection_",
     "methods",
     "nn",
     "register_method",
     "register_state_rule",
+    "remove_weight_norm_",
+    "scaled_weight_norm_",
     "trace",
+    "weight_standardization_",
     "zero_mean_init_",
 ]
 
