@@ -26,7 +26,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.lab
+bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/balance.py
 
 clean:

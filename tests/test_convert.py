@@ -1211,6 +1211,8 @@ def test_zoo_residual_units() -> None:
 def test_transformers_without_channel_norms() -> None:
     with pytest.raises(ValueError, match="it normalizes each position by itself"):
         convert(hf_vit(), "equinorm", images(2, 32))
+    with pytest.raises(ValueError, match="the first spatial convolution"):
+        convert(hf_vit(), "msr", images(2, 32))
     _, report = convert(hf_vit(), "none", {"pixel_values": images(2, 32)})
     assert report.summary == "ViTForImageClassification, none: nothing left to convert, 3 kept"
 

@@ -27,6 +27,7 @@ from . import weightnorm as wn
 from .modulegraph import TRANSPOSED, Call, Step
 from .registry import Place, built_in, fuse_layers, replace_norms
 from .surgery import (
+    OTHER_NORMS,
     Norm,
     Plan,
     bias_of,
@@ -156,8 +157,10 @@ def _msr(plan: Plan, log_gain: float, init: bool, exclude_first: bool, bias: boo
             plan.hand_over(norm, offset=bias)
     if noise:
         _put_noise(plan, noise)
-    # where the first convolution is the only one, taking its norm away is all there is to do
-    plan.already += first is not None and not plan.norms
+    # Where the first convolution is the only one, its norm is all there is to take. (Transformers have such a first
+    # one too, and nothing to convert.)
+    transformer = any(isinstance(module, OTHER_NORMS) for module in plan.graph.modules.values())
+    plan.already += first is not None and not transformer
 
 
 def _drop_for_scaled_kernel(plan: Plan, norm: Norm, bias: bool) -> None:

@@ -84,18 +84,17 @@ def fold(
     try:
         norms, kept = _foldable_norms(model, example_inputs)
         rows: list[Row] = []
-        root, plain_of = _plain_layers(model, rows)
+        root, new_of = _plain_layers(model, rows)
         for norm in norms:
             assert norm.layer is not None
-            layer = plain_of.get(norm.layer.module, norm.layer.module)
-            _fold_into_(layer, norm)
-            new = with_tail(None, norm.tail)
+            _fold_into_(new_of.get(norm.layer.module, norm.layer.module), norm)
+            new_of[norm.module] = new = with_tail(None, norm.tail)
             rows.append(Row(norm.path, describe(norm.module), describe(new), f"folded into {norm.layer.path}"))
             replace_module(root, norm.module, new)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    for old, new in plain_of.items():
+    for old, new in new_of.items():
         new.training = modes[old]
     report = ConvertReport(name, "fold", tuple(rows), _what_stayed(root, kept))
     return (root, report) if return_report else root
@@ -105,29 +104,24 @@ def fold(
 
 
 def _plain_layers(model: nn.Module, rows: list[Row]) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
-    """Make all layers plain; (the model, which is another object if it is such a layer itself, new layer by old)."""
-    plain_of: dict[nn.Module, nn.Module] = {}
+    """Make all layers plain; (the model, another object if it is such a layer itself, and new modules by old ones)."""
+    new_of: dict[nn.Module, nn.Module] = {}
     for path, module in list(model.named_modules()):
         was = describe(module)
         if is_noisy(module):
             remove_noise_(module)
             rows.append(Row(path, f"{was} with InputNoise", was, ""))
-        if isinstance(module, InputNoise) and module is not model:
-            replace_module(model, module, nn.Identity())
-            rows.append(Row(path, was, "Identity", ""))
-        elif isinstance(module, _EquiNorm):
-            if module.running_mean is None:
-                continue  # its weights depend on the batch
-            plain_of[module] = plain = module.to_plain()
-            if module is model:
-                model = plain
-            else:
-                replace_module(model, module, plain)
-            rows.append(Row(path, was, describe(plain), ""))
+        if isinstance(module, InputNoise):
+            new_of[module] = nn.Identity()
+        elif isinstance(module, _EquiNorm) and module.running_mean is not None:
+            new_of[module] = module.to_plain()
         elif isinstance(module, LAYERS) and is_parametrized(module):
             bake_(module)
             rows.append(Row(path, was, describe(module), ""))
-    return model, plain_of
+        if (new := new_of.get(module)) is not None:
+            replace_module(model, module, new)
+            rows.append(Row(path, was, describe(new), ""))
+    return new_of.get(model, model), new_of
 
 
 # -- norms -----------------------------------------------------------------------------------------------------

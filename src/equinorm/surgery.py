@@ -333,18 +333,18 @@ class Plan:
             self.already += 1
             self.final_norm = path
             return "the batch norm behind the last layer, as asked"
-        if layer is not None and (after := self._norm_after(calls[0])):
+        if layer is not None and not self._fold and (after := _norm_after(calls[0])):
             # with this one gone the next one would be behind the layer, and converting again would take that too
             layer, alone = None, f"{after} normalizes its output once more"
         channels = getattr(module, "num_features", None) or module.num_channels
         positions = min(shape[2:].numel() for shape in shapes)
         return Norm(path, module, int(channels), len(shapes[0]), positions, calls, output, tail, layer, alone)  # type: ignore[arg-type]
 
-    def _norm_after(self, call: Call) -> str:
-        """The path of a norm that reads the output of a norm directly; empty if there is none."""
-        readers = [reader for step in call.outputs for reader in step.users]
-        found = (c.path for reader in readers for c in reader.calls if isinstance(c.module, CHANNEL_NORMS))
-        return next((path for path in found if not self._fold), "")
+
+def _norm_after(call: Call) -> str:
+    """The path of a norm that reads the output of a norm directly; empty if there is none."""
+    readers = [reader for step in call.outputs for reader in step.users]
+    return next((c.path for reader in readers for c in reader.calls if isinstance(c.module, CHANNEL_NORMS)), "")
 
 
 # -- describing and replacing modules --------------------------------------------------------------------------
