@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,7 +174,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave random state and settings as they are, and keep caches out of the outputs (they would freeze keys)."""
     config = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
-    fast_path = torch.backends.mha.get_fastpath_enabled()
+    fast_path, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     quiet = redirect_stderr(StringIO())  # where it fails, torch.export prints the whole graph
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), torch.enable_grad(), quiet:
@@ -182,8 +183,10 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             if config is not None and cached:
                 config.use_cache = False
             torch.backends.mha.set_fastpath_enabled(False)
+            logging.disable(logging.CRITICAL)  # and logs tracebacks of errors that it raises anyway
             yield
         finally:
+            logging.disable(disabled)
             torch.backends.mha.set_fastpath_enabled(fast_path)
             if config is not None and cached:
                 config.use_cache = cached

@@ -87,9 +87,9 @@ def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str
     shared = [letter for letter in x_axes if letter in y_axes]
     left, left_axes = _kept(t, t.labels(x), x_axes, keep="".join(shared) + out_axes)
     right, right_axes = _kept(t, t.labels(y), y_axes, keep="".join(shared) + out_axes)
-    if t.all_frozen(left) or t.all_frozen(right):
+    if (still := t.all_frozen(right)) or t.all_frozen(left):
         # averaging with fixed weights (attention over values): what is summed has one scale
-        free, axes = (right, right_axes) if t.all_frozen(left) else (left, left_axes)
+        free, axes = (left, left_axes) if still else (right, right_axes)
         free, axes = _kept(t, free, axes, keep=out_axes)
         return activation(_arranged(free, axes, out_axes, shape), static=x.static and y.static)
 
