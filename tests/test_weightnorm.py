@@ -621,3 +621,17 @@ def test_fans(groups: int, inputs: int, outs: int, k: int) -> None:
     assert fan_in == conv.weight[0].numel()
     assert fan_out * conv.in_channels == conv.weight.numel()
     assert fans(nn.Linear(inputs, outs)) == (inputs, outs)
+
+
+@pytest.mark.parametrize("under", [torch.no_grad, torch.enable_grad])
+def test_removing_from_one_copy_leaves_the_others_whole(under: Any) -> None:
+    """Deep copies of a parametrized module share their class, off which torch takes the weight."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+    apply_weight_norm_(model)
+    twin, x = copy.deepcopy(model), torch.randn(5, 4).double()
+    expected = model(x)
+    with under():
+        remove_weight_norm_(model)
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(twin(x), expected)
+    assert model[0].weight.requires_grad

@@ -26,7 +26,6 @@ from .surgery import (
     Norm,
     Plan,
     Row,
-    bake_,
     bias_of,
     describe,
     gain_and_offset,
@@ -39,6 +38,7 @@ from .surgery import (
     with_tail,
 )
 from .symmetry.capture import unwrap
+from .weightnorm import bake_weight_
 
 __all__ = ["fold"]
 
@@ -116,7 +116,7 @@ def _plain_layers(model: nn.Module, rows: list[Row]) -> tuple[nn.Module, dict[nn
         elif isinstance(module, _EquiNorm) and module.running_mean is not None:
             new_of[module] = module.to_plain()
         elif isinstance(module, LAYERS) and is_parametrized(module):
-            bake_(module)
+            bake_weight_(module)
             rows.append(Row(path, was, describe(module), ""))
         if (new := new_of.get(module)) is not None:
             replace_module(model, module, new)

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from . import activation_norms, equilibrium
 from .meanshift import _NoisyInput
 from .modulegraph import LAYERS, TRANSPOSED, Call, ModuleGraph, Step, channels_meet, has_own_forward
-from .weightnorm import _WITH_GAIN, bake_weight_, originals, tied_weights
+from .weightnorm import _WITH_GAIN, originals, tied_weights
 
 __all__ = ["Norm", "Plan", "Row"]
 
@@ -366,19 +366,6 @@ def bias_of(layer: nn.Module) -> Tensor | None:
 
 def is_parametrized(module: nn.Module) -> bool:
     return parametrize.is_parametrized(module, "weight")
-
-
-def bake_(layer: nn.Module) -> None:
-    """Replace a parametrized weight by its present value.
-
-    A parametrized module has a class of its own, which its deep copies share; torch takes `weight` off that class,
-    and so off all of them. A new class keeps the others whole.
-    """
-    kind = type(layer)
-    content = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    layer.__class__ = type(kind.__name__, kind.__bases__, content)
-    with torch.enable_grad():  # torch tells from the result whether it is to be trained
-        bake_weight_(layer)
 
 
 def describe(module: nn.Module) -> str:

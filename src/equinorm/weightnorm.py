@@ -383,8 +383,16 @@ def remove_weight_norm_(model: nn.Module) -> tuple[str, ...]:
 
 
 def bake_weight_(layer: nn.Module) -> None:
-    """Replace a parametrized weight by its present value, a parameter as before, frozen if it was."""
-    parametrize.remove_parametrizations(layer, "weight")
+    """Replace a parametrized weight by its present value, a parameter as before, frozen if it was.
+
+    A parametrized module has a class of its own, which its deep copies share; torch takes `weight` off that class,
+    and so off all of them. A new class keeps the others whole.
+    """
+    kind = type(layer)
+    content = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    layer.__class__ = type(kind.__name__, kind.__bases__, content)
+    with torch.enable_grad():  # torch tells from the result whether it is to be trained
+        parametrize.remove_parametrizations(layer, "weight")
     weight = layer._buffers.pop("weight", None)
     if weight is not None:  # where nothing requires a gradient, torch makes the weight a buffer
         layer.weight = nn.Parameter(weight, requires_grad=False)
