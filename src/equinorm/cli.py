@@ -188,10 +188,150 @@ class Demo:
             demo.run(self.out, seed=self.seed, quick=self.quick, command=sys.argv)
 
 
+# -- the laboratory ----------------------------------------------------------------------------------------------------
+
+DataDir = Annotated[
+    Path | None, arg(metavar="DIR", help="Where data sets lie (the folder EQUINORM_DATA names, else ./data).")
+]
+Results = Annotated[
+    Path | None, arg(metavar="DIR", help="Where results are kept (./results; toy runs: ./results-toy).")
+]
+Toy = Annotated[bool, arg(help="Everything in seconds, on embedded digits: to see that it runs, not to measure.")]
+Device = Annotated[str | None, arg(metavar="DEVICE", help="cpu, cuda, cuda:1 (a GPU if there is one).")]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one run of a recipe: one cell of a table or one point of a figure, with one seed."""
+
+    recipe: Annotated[Positional[str], arg(metavar="ARTIFACT", help="Such as repro2019/figure2.")]
+    row: Annotated[str | None, arg(help="The method, as the table or figure calls it (the first).")] = None
+    column: Annotated[str | None, arg(help="Where: the depth, the batch size (the first).")] = None
+    seed: Annotated[int, arg(help="Which of the seeds (0).")] = 0
+    data_dir: DataDir = None
+    results: Results = None
+    device: Device = None
+    toy: Toy = False
+
+    def run(self) -> None:
+        from .lab.launchers import Options, launch
+        from .lab.reproduce import chosen, single
+        from .lab.store import Store
+
+        (artifact, *_) = chosen([self.recipe], self.toy)
+        run = single(artifact, self.row, self.column, self.seed)
+        store = Store(_results(self.results, self.toy))
+        outcome = launch([run], store, options=Options(self.data_dir, self.device))
+        record = store.get(run)
+        if record is None:
+            raise KeyboardInterrupt if outcome.interrupted else _user_error("another process is training this run")
+        final = record.final
+        numbers = f"test {final['test_accuracy']:.2f} %" if record.status == "finished" else final["reason"]
+        where = "from the store" if outcome.known else f"{final['seconds']:.1f} s"
+        print(f"{run.label or run.key}, seed {run.seed}: {record.status}, {numbers}, {where}. {store.path(run)}")
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Train all runs behind a table or figure that are not in the store yet. Stop it at any time: it goes on where it
+    was."""
+
+    artifacts: Annotated[
+        Positional[tuple[str, ...]],
+        arg(metavar="ARTIFACT", help="Such as repro2019/figure2, or a paper (repro2019), or all; none: list them."),
+    ] = ()
+    launcher: Annotated[Literal["local", "ray", "slurm"], arg(help="In this process, on Ray, or as Slurm jobs.")] = (
+        "local"
+    )
+    data_dir: DataDir = None
+    results: Results = None
+    device: Device = None
+    toy: Toy = False
+    minutes: Annotated[float, arg(help="Save what is in progress and stop after so many minutes.")] = math.inf
+    side_by_side: Annotated[
+        int | None, arg(metavar="N", help="Runs in progress at once on one device (8 on a GPU, 1 on a CPU).")
+    ] = None
+    address: Annotated[str | None, arg(help="Of a Ray cluster (RAY_ADDRESS, else one made on this machine).")] = None
+    partition: Annotated[str | None, arg(help="Of Slurm.")] = None
+
+    def run(self) -> None:
+        from .lab.launchers import Options
+        from .lab.reproduce import chosen, reproduce
+        from .lab.store import Store
+
+        if not self.artifacts:
+            _list_artifacts()
+            return
+        picked = chosen(self.artifacts, self.toy)
+        store = Store(_results(self.results, self.toy))
+        options = Options(
+            self.data_dir, self.device, self.side_by_side, self.minutes, address=self.address, partition=self.partition
+        )
+        done = reproduce(picked, store, toy=self.toy, launcher=self.launcher, options=options)
+        print(done.sentence())
+        if done.outcome.interrupted:
+            raise KeyboardInterrupt
+        print(f"`equinorm report{' --toy' if self.toy else ''}` writes tables and figures from {store.folder}.")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure speed, side by side: training steps with every normalization, how their cost grows, tracing and
+    balancing, and the laboratory itself."""
+
+    parts: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="PART", help="steps, scaling, balance, lab (all of them).")
+    ] = ()
+    only: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        arg(metavar="NAME", help="Only this network or run, such as resnet18. Repeat it for several."),
+    ] = ()
+    out: Annotated[Path, arg(metavar="DIR", help="Where tables, numbers and pictures are written.")] = Path("results")
+    device: Device = None
+    eager: Annotated[bool, arg(help="Leave out torch.compile, which takes minutes.")] = False
+    quick: Annotated[bool, arg(help="Tiny sizes: to see that it runs, not to measure.")] = False
+    repeats: Annotated[int, arg(metavar="N", help="Measurements of each number (7).")] = 7
+    minutes: Annotated[float, arg(help="Begin nothing new after so many minutes.")] = math.inf
+
+    def run(self) -> None:
+        from .lab.bench.run import run
+
+        written = run(
+            self.parts, self.out, device=self.device, only=self.only, compiled=not self.eager, quick=self.quick,
+            repeats=self.repeats, minutes=self.minutes,
+        )  # fmt: skip
+        print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)))
+
+
+def _list_artifacts() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .lab.artifacts import all_artifacts
+
+    table = Table("artifact", "runs", "what it is", box=None, header_style="bold", pad_edge=False)
+    for artifact in all_artifacts().values():
+        table.add_row(artifact.name, str(len(artifact.runs()) or "-"), artifact.title)
+    Console().print(table)
+
+
+def _results(folder: Path | None, toy: bool) -> Path:
+    return folder or Path("results-toy" if toy else "results")
+
+
+def _user_error(text: str) -> Exception:
+    from .lab import UserError
+
+    return UserError(text)
+
+
 Command = (
     Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Balance, tyro.conf.subcommand("balance")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

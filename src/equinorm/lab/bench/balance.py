@@ -1,8 +1,7 @@
 """How long tracing and balancing take, and how many plain ENorm cycles the same optimum would need.
 
-    python benchmarks/balance.py                                   all networks
-    python benchmarks/balance.py --only resnet18 --repeats 3       some of them
-    python benchmarks/balance.py --json out.json                   also as JSON
+    equinorm bench balance                                     all networks
+    equinorm bench balance --only resnet18 --repeats 3         some of them
 
 Every network starts from random weights (seed 0) with BatchNorm folded into the convolution before it, unless its name
 says otherwise (densenet121 keeps the norms that have none before them). Each repeat multiplies all free scales by
@@ -13,30 +12,22 @@ be held where it is.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import shlex
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import equinorm
-from equinorm.lab.sources import load
-from equinorm.objective import Objective, imbalance, layouts
-from equinorm.solver import Cycle
+
+from ...objective import Objective, imbalance, layouts
+from ...solver import Cycle
+from ..sources import load
 
 TOLERANCE = 1e-8
 
@@ -224,56 +215,3 @@ def table_of(rows: list[Row]) -> Table:
             f"{ratio:.1f}" if reached else f"over {ratio:.1f}",
         )
     return table
-
-
-def hardware() -> str:
-    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    memory = [int(line.split()[1]) / 2**20 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
-    gibibytes = f", {memory[0]:.0f} GiB" if memory else ""
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores{gibibytes}"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", nargs="+", choices=list(NETWORKS), metavar="NETWORK", help=", ".join(NETWORKS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of plain cycles for each network")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore")
-    console = Console(width=170)
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "hardware": hardware(),
-        "load": f"{os.getloadavg()[0]:.1f} processes running on average over the minute before",
-        "versions": f"equinorm {equinorm_version()}, torch {torch.__version__}, python {platform.python_version()}",
-        "threads": str(torch.get_num_threads()),
-    }
-    for key, value in about.items():
-        console.print(f"{key}: {value}", markup=False, highlight=False)
-    rows = []
-    for name in options.only or NETWORKS:
-        with Console(stderr=True).status(name):
-            rows.append(measure(name, options.repeats, options.budget))
-    console.print(table_of(rows))
-    if options.json:
-        options.json.write_text(json.dumps({**about, "rows": [asdict(r) for r in rows]}, indent=1))
-
-
-def equinorm_version() -> str:
-    from importlib.metadata import version
-
-    return version("equinorm")
-
-
-if __name__ == "__main__":
-    main()

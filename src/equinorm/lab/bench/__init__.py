@@ -1,0 +1,8 @@
+"""Speed, side by side: every number is a median of measurements that alternate with those it is compared to.
+
+equinorm bench                 everything this machine can measure
+equinorm bench steps           training steps without a norm, with BN, GN, LN, ENorm, EquiNorm, MSR and WN
+equinorm bench scaling         what ENorm and BN cost as width, depth and batch grow
+equinorm bench balance         tracing and balancing networks of the zoo
+equinorm bench lab             runs of the laboratory, several side by side
+"""

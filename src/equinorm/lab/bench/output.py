@@ -1,0 +1,85 @@
+"""What goes with every measurement, how it is summed up, and where it is written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+
+from ..files import write_text
+from ..trainer import about
+
+__all__ = ["Timing", "facts", "hardware", "save", "show"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds: the median of n measurements and the range of their middle half."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, milliseconds: Sequence[float]) -> Timing:
+        if len(milliseconds) < 2:
+            return cls(*milliseconds * 3, n=len(milliseconds))
+        low, middle, high = statistics.quantiles(milliseconds, n=4, method="inclusive")
+        return cls(middle, low, high, len(milliseconds))
+
+    def __str__(self) -> str:
+        digits = 3 if self.median < 1 else 2 if self.median < 100 else 1
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+
+
+def hardware(device: torch.device) -> str:
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    memory = [int(line.split()[1]) / 2**20 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    gibibytes = f", {memory[0]:.0f} GiB" if memory else ""
+    cpu = f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores{gibibytes}"
+    return f"{torch.cuda.get_device_name(device)}; {cpu}" if device.type == "cuda" else cpu
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    return about(device) | {
+        "hardware": hardware(device),
+        "load": os.getloadavg()[0],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def show(items: Iterable[RenderableType], console: Console | None = None, width: int = 150) -> str:
+    """Print to the terminal, and return the same as plain text."""
+    items, text = list(items), io.StringIO()
+    plain = Console(file=text, width=width)
+    for item in items:
+        for target in (console or Console(), plain):
+            target.print(item, markup=False, highlight=False)
+    return text.getvalue()
+
+
+def save(out: Path, name: str, text: str, rows: Iterable[Any], about_it: dict[str, Any]) -> list[Path]:
+    """Write NAME.txt for readers and NAME.json with every number."""
+    out.mkdir(parents=True, exist_ok=True)
+    head = "".join(f"{key}: {value}\n" for key, value in about_it.items())
+    write_text(out / f"{name}.txt", f"{head}\n{text}")
+    content = {**about_it, "rows": [asdict(row) for row in rows]}
+    write_text(out / f"{name}.json", json.dumps(content, indent=1) + "\n")
+    return [out / f"{name}.txt", out / f"{name}.json"]
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,171 @@
+"""The parts of `equinorm bench`: measure, show, save."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import UserError, throughput
+from . import balance, scaling, steps
+from .output import facts, save, show
+
+__all__ = ["PARTS", "run"]
+
+
+def run(
+    parts: tuple[str, ...],
+    out: Path,
+    *,
+    device: str | None = None,
+    only: tuple[str, ...] = (),
+    compiled: bool = True,
+    quick: bool = False,
+    repeats: int = 7,
+    minutes: float = float("inf"),
+) -> list[Path]:
+    """Measure, print and save; the files written. Parts that do not fit into the time are left out, with a word."""
+    if unknown := set(parts) - set(PARTS):
+        raise UserError(f"bench has no part {', '.join(sorted(unknown))}; it has {', '.join(PARTS)}")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    bench = _Bench(where, out, only, compiled, quick, repeats, time.monotonic() + 60 * minutes)
+    for name in parts or PARTS:
+        PARTS[name](bench)
+    return bench.written
+
+
+class _Bench:
+    def __init__(
+        self,
+        device: torch.device,
+        out: Path,
+        only: tuple[str, ...],
+        compiled: bool,
+        quick: bool,
+        repeats: int,
+        end: float,
+    ) -> None:
+        self.device, self.out, self.only, self.compiled = device, out, only, compiled
+        self.quick, self.repeats, self.end = quick, repeats, end
+        self.console = Console()
+        self.written: list[Path] = []
+
+    def wanted(self, name: str) -> bool:
+        if self.only and name not in self.only:
+            return False
+        if time.monotonic() > self.end:
+            self.console.print(f"no time left for {name}", highlight=False)
+            return False
+        return True
+
+    @contextmanager
+    def status(self) -> Iterator[Callable[[str], None]]:
+        """Says what is going on, on a terminal."""
+        terminal = Console(stderr=True)
+        if not terminal.is_terminal:
+            yield lambda text: None
+            return
+        with terminal.status("") as line:
+            yield lambda text: line.update(text)
+
+    @property
+    def suffix(self) -> str:
+        return "_gpu" if self.device.type == "cuda" else "_cpu"
+
+
+def _steps(bench: _Bench) -> None:
+    rows: list[steps.Row] = []
+    text = ""
+    for name, network in steps.networks(bench.device, bench.quick).items():
+        if not bench.wanted(name):
+            continue
+        heavy = network.accumulate > 1
+        # compiling every variant takes minutes: only those whose speed it changes, and only on images
+        modes: list[tuple[bool, tuple[str, ...]]] = [(False, ())]
+        if bench.compiled and network.image:
+            modes.append((True, ("no norm", "BN", "EquiNorm", "EquiNorm, a quarter", "MSR")))
+        for compiled, variants in modes:
+            with bench.status() as say:
+                found = steps.measure(
+                    network,
+                    bench.device,
+                    compiled=compiled,
+                    only=variants,
+                    repeats=3 if heavy else bench.repeats,
+                    steps=1 if heavy else 3,
+                    say=say,
+                )
+            rows += found
+            text += show([steps.table(found), *steps.sentences(found)], bench.console)
+            bench.written += save(bench.out, f"bench_steps{bench.suffix}", text, rows, facts(bench.device))
+
+
+def _scaling(bench: _Bench) -> None:
+    if not bench.wanted("scaling"):
+        return
+    with bench.status() as say:
+        found = scaling.measure(bench.device, bench.quick, bench.repeats, say)
+    text = show([scaling.table(found)], bench.console)
+    bench.written += save(bench.out, f"bench_scaling{bench.suffix}", text, found, facts(bench.device))
+    picture = bench.out / f"bench_scaling{bench.suffix}.png"
+    scaling.draw(found, picture)
+    bench.written.append(picture)
+
+
+def _balance(bench: _Bench) -> None:
+    rows = []
+    small = [name for name in balance.NETWORKS if " x " in name]
+    names = [name for name in (small if bench.quick else balance.NETWORKS) if bench.wanted(name)]
+    for name in names:
+        with bench.status() as say, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            say(name)
+            rows.append(
+                balance.measure(name, min(bench.repeats, 2 if bench.quick else 5), 1.0 if bench.quick else 60.0)
+            )
+    if rows:
+        text = show([balance.table_of(rows)], bench.console, width=170)
+        bench.written += save(bench.out, "bench_balance", text, rows, facts(torch.device("cpu")))
+
+
+def _lab(bench: _Bench) -> None:
+    gpu = bench.device.type == "cuda"
+    data = throughput.random_images(bench.device, 50_000 if gpu else 512)
+    found: list[throughput.Speed] = []
+    for name, run_ in throughput.CASES.items():
+        if not bench.wanted(name):
+            continue
+        with bench.status() as say:
+            say(name)
+            chosen = run_ if gpu and not bench.quick else throughput.smaller(run_)
+            together = (1, 4, 8) if gpu else (1, 2)
+            found += throughput.measure(name, chosen, data, together, 40 if gpu else 2, 5 if gpu else 2)
+    if found:
+        text = show([_speeds(found)], bench.console)
+        bench.written += save(bench.out, f"bench_lab{bench.suffix}", text, found, facts(bench.device))
+
+
+def _speeds(found: list[throughput.Speed]) -> Table:
+    title = "Time per run, several runs side by side (median; spread of the middle half)"
+    shown = Table(title=title, title_justify="left")
+    for head in ("run", "side by side", "ms per step", "s per epoch", "s for all epochs", "s to set up"):
+        shown.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
+    for speed in found:
+        step = f"{speed.step:.3f} ({speed.spread:.3f})"
+        numbers = (str(speed.side_by_side), step, f"{speed.epoch:.2f}", f"{speed.whole:.1f}", f"{speed.set_up:.2f}")
+        shown.add_row(speed.name, *numbers)
+    return shown
+
+
+PARTS: dict[str, Callable[[_Bench], None]] = {
+    "steps": _steps,
+    "scaling": _scaling,
+    "balance": _balance,
+    "lab": _lab,
+}

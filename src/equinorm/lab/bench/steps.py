@@ -1,0 +1,347 @@
+"""What a normalization adds to a training step: ResNet-18 and 50, and a Llama-shaped net of a billion parameters.
+
+Forward, backward and SGD with momentum on random inputs; on a GPU bfloat16 autocast, channels_last and fused SGD, timed
+by CUDA events. The variants of a network take turns, so that a slow moment of the machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import ENorm, MeanShiftRejection
+from ...meanshift import parameter_groups, scaled_kernels
+from .. import models
+from .llama import Llama
+from .output import Timing
+
+__all__ = ["NETWORKS", "Network", "Row", "Variant", "measure", "networks", "sentences", "table"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A network with a normalization: how to build it, and what is attached to its optimizer."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    attach: Callable[[nn.Module, torch.optim.Optimizer, Tensor], object] = lambda *_: None
+
+
+@dataclass(frozen=True)
+class Network:
+    name: str
+    variants: tuple[Variant, ...]
+    inputs: Callable[[torch.device], tuple[Tensor, Tensor]]
+    image: bool = True
+    accumulate: int = 1  # passes before each optimizer step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one network, eager or compiled."""
+
+    network: str
+    variant: str
+    mode: str
+    step: Timing
+    adds: float  # milliseconds more than the variant without a norm
+    of_bn: float | None  # that, as a part of what BatchNorm adds
+    peak: float | None  # GiB at the height of a step
+    adds_memory: float | None  # GiB more than the variant without a norm
+    cycle: Timing | None = None  # an ENorm cycle by itself
+    floor: Timing | None = None  # reading and writing weights and momentum once
+    failed: str = ""
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def _enorm(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> object:
+    enorm = ENorm(model, optimizer, x[:1], gradients=False)  # gradients are zeroed after every step
+    enorm.attach()
+    return enorm
+
+
+def _msr(model: nn.Module, optimizer: torch.optim.Optimizer, _: Tensor) -> object:
+    return MeanShiftRejection(model, optimizer).attach()
+
+
+def resnet(depth: int, batch: int, size: int = 224, classes: int = 1000, **options: Any) -> Network:
+    """ResNet-18 or 50 for ImageNet, every normalization in its place."""
+
+    def build(norm: str, **norm_options: Any) -> nn.Module:
+        shape = (3, size, size)
+        return models.build(
+            f"resnet{depth}", classes=classes, in_shape=shape, norm=norm, norm_options=norm_options, **options
+        )
+
+    variants = (
+        Variant("no norm", partial(build, "none")),
+        Variant("BN", partial(build, "batchnorm")),
+        Variant("GN", partial(build, "groupnorm", **({"groups": 1} if "width" in options else {}))),
+        Variant("LN", partial(build, "layernorm")),
+        Variant("ENorm", partial(build, "none"), _enorm),
+        Variant("EquiNorm", partial(build, "equinorm")),
+        Variant("EquiNorm, a quarter", partial(build, "equinorm", stats_fraction=0.25)),
+        Variant("MSR", partial(build, "msr"), _msr),
+        Variant("WN", partial(build, "weightnorm")),
+    )
+
+    def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+        x = torch.rand(batch, 3, size, size, device=device)
+        if device.type == "cuda":
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x, torch.randint(classes, (batch,), device=device)
+
+    return Network(f"ResNet-{depth}, batch {batch}", variants, inputs)
+
+
+def llama(batch: int, length: int = 2048, accumulate: int = 1, **options: Any) -> Network:
+    """A Llama-shaped net; it has RMSNorm of its own, which ENorm keeps and sees through."""
+
+    def build(norm: type[nn.Module]) -> nn.Module:
+        return Llama(norm=norm, **options)
+
+    variants = (
+        Variant("no norm", partial(build, nn.Identity)),
+        Variant("RMSNorm", partial(build, nn.RMSNorm)),
+        Variant("LN", partial(build, nn.LayerNorm)),
+        Variant("RMSNorm + ENorm", partial(build, nn.RMSNorm), _enorm),
+    )
+    vocabulary = options.get("vocabulary", 32000)
+
+    def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(vocabulary, (2, batch // accumulate, length), device=device)
+        return tokens[0], tokens[1]
+
+    return Network(f"Llama shape, {batch} x {length} tokens", variants, inputs, False, accumulate)
+
+
+def networks(device: torch.device, quick: bool = False) -> dict[str, Network]:
+    """What to measure on a device; on a CPU smaller images and batches."""
+    if quick:
+        tiny = {"layers": 2, "width": 64, "heads": 4, "groups": 2, "hidden": 128, "vocabulary": 100}
+        return {"resnet18": resnet(18, 4, 32, 10, width=8), "llama": llama(1, 16, **tiny)}
+    if device.type == "cuda":
+        return {
+            "resnet18": resnet(18, 256),
+            "resnet18-32": resnet(18, 32),
+            "resnet50": resnet(50, 256),
+            "resnet50-32": resnet(50, 32),
+            "llama": llama(256, accumulate=32),
+            "llama-32": llama(32, accumulate=4),
+        }
+    return {
+        "resnet18": resnet(18, 8),
+        "resnet50": resnet(50, 4),
+        "llama": llama(1, 128, layers=2, width=512, hidden=1408),
+    }
+
+
+NETWORKS = ("resnet18", "resnet18-32", "resnet50", "resnet50-32", "llama", "llama-32")
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class Stepper:
+    """One variant, ready to make training steps."""
+
+    def __init__(self, network: Network, variant: Variant, device: torch.device, compiled: bool) -> None:
+        torch.manual_seed(0)
+        self.device, self.image, self.accumulate = device, network.image, network.accumulate
+        before = self._allocated()
+        self.x, self.y = network.inputs(device)
+        with torch.device(device):
+            self.model = variant.build()
+        if self.image and device.type == "cuda":
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        groups: Any = list(self.model.parameters())
+        if any(True for _ in scaled_kernels(self.model)):
+            groups = parameter_groups(self.model)
+        fast = {"fused": True} if device.type == "cuda" else {"foreach": True}
+        self.optimizer = torch.optim.SGD(groups, lr=1e-6, momentum=0.9, **fast)  # type: ignore[arg-type]
+        self.method = variant.attach(self.model, self.optimizer, self.x)
+        self.run = torch.compile(self.model) if compiled else self.model
+        for _ in range(3 if self.accumulate == 1 else 1):
+            self.step()
+        self._wait()
+        self.static = self._allocated() - before
+
+    def step(self) -> None:
+        for _ in range(self.accumulate):
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+                out = self.run(self.x)
+                loss = F.cross_entropy(out.flatten(0, -2).float(), self.y.flatten())
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self) -> float | None:
+        """GiB at the height of a step: what this variant keeps, and what a step adds to it."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        rest = self._allocated()
+        self.step()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - rest + self.static) / 2**30
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def cycles(self, repeats: int) -> tuple[Timing, Timing] | None:
+        """An ENorm cycle by itself, captured as a graph on CUDA, and its floor, taking turns.
+
+        The floor is what it takes to read and write weights and momentum once: a copy of as many bytes.
+        """
+        if not isinstance(self.method, ENorm):
+            return None
+        weights = [p for p in self.model.parameters() if p.ndim > 1]
+        moved = sum(p.numel() * p.element_size() for p in weights) * 2  # the weights and the momentum
+        source = torch.empty(moved, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        cycle = captured(self.method.step, self.device)
+        copy = captured(lambda: target.copy_(source), self.device)
+        turns = [(milliseconds(cycle, 10, self.device), milliseconds(copy, 10, self.device)) for _ in range(repeats)]
+        return Timing.of([a for a, _ in turns]), Timing.of([b for _, b in turns])
+
+
+def captured(body: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`body` as a CUDA graph; itself on a CPU."""
+    if device.type != "cuda":
+        return body
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph.replay
+
+
+def milliseconds(body: Callable[[], object], times: int, device: torch.device) -> float:
+    """The time of one call, measured over several."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(times):
+            body()
+        return 1e3 * (time.perf_counter() - begin) / times
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(times):
+        body()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / times
+
+
+def measure(
+    network: Network,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    only: tuple[str, ...] = (),
+    repeats: int = 7,
+    steps: int = 3,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Time every variant of a network, taking turns. A variant that fails is named with its error; the others go on."""
+    steppers: dict[str, Stepper] = {}
+    failed: dict[str, str] = {}
+    mode = "compiled" if compiled else "eager"
+    for variant in network.variants:
+        if only and variant.name not in only:
+            continue
+        say(f"{network.name}, {mode}: preparing {variant.name}")
+        try:
+            steppers[variant.name] = Stepper(network, variant, device, compiled)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            failed[variant.name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    times: dict[str, list[float]] = {name: [] for name in steppers}
+    for turn in range(repeats):
+        say(f"{network.name}, {mode}: turn {turn + 1} of {repeats}")
+        for name, stepper in steppers.items():
+            times[name].append(milliseconds(stepper.step, steps, device))
+    peaks = {name: stepper.peak() for name, stepper in steppers.items()}
+    cycles = {name: found for name, stepper in steppers.items() if (found := stepper.cycles(repeats)) is not None}
+    rows = list(_rows(network.name, mode, {name: Timing.of(t) for name, t in times.items()}, peaks, cycles))
+    rows += [Row(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
+             for name, why in failed.items()]  # fmt: skip
+    steppers.clear()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _rows(
+    network: str,
+    mode: str,
+    times: dict[str, Timing],
+    peaks: dict[str, float | None],
+    cycles: dict[str, tuple[Timing, Timing]],
+) -> Iterator[Row]:
+    plain, bn = times.get("no norm"), times.get("BN")
+    base = peaks.get("no norm")
+    for name, timing in times.items():
+        adds = timing.median - plain.median if plain else float("nan")
+        of_bn = adds / (bn.median - plain.median) if plain and bn and bn.median != plain.median else None
+        peak = peaks[name]
+        more = peak - base if peak is not None and base is not None else None
+        yield Row(network, name, mode, timing, adds, of_bn, peak, more, *cycles.get(name, ()))
+
+
+def table(rows: list[Row]) -> Table:
+    """Milliseconds per training step, and what each normalization adds to it."""
+    n = next((row.step.n for row in rows if not row.failed), 0)
+    title = f"{rows[0].network}, {rows[0].mode}: ms per training step, median (middle half) of {n}, taking turns"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("variant", no_wrap=True)
+    for head in ("step", "adds", "of what BN adds", "peak GiB", "adds GiB"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        if row.failed:
+            shown.add_row(row.variant, "failed", row.failed[:60], "", "", "")
+            continue
+        shown.add_row(
+            row.variant,
+            str(row.step),
+            f"{row.adds:+.3f}",
+            "" if row.of_bn is None else f"{row.of_bn:.2f}",
+            "" if row.peak is None else f"{row.peak:.2f}",
+            "" if row.adds_memory is None else f"{row.adds_memory:+.2f}",
+        )
+    return shown
+
+
+def sentences(rows: list[Row]) -> list[str]:
+    """What an ENorm cycle costs by itself, against the floor, BatchNorm and the step."""
+    added_by_bn = next((row.adds for row in rows if row.variant == "BN"), None)
+    said = []
+    for row in rows:
+        if row.cycle is None or row.floor is None:
+            continue
+        parts = [f"{row.network}, {row.mode}: an ENorm cycle with momentum by itself {row.cycle} ms"]
+        parts.append(f"{row.cycle.median / row.floor.median:.1f} times the floor of {row.floor} ms")
+        parts.append(f"{100 * row.cycle.median / row.step.median:.2f} % of the step")
+        if added_by_bn is not None:
+            parts.append(f"1/{added_by_bn / row.cycle.median:.0f} of what BN adds")
+        said.append(", ".join(parts))
+    return said

@@ -1,0 +1,71 @@
+"""What the weights are before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...equilibrium import _EquiNorm
+from ...weightnorm import (
+    InitReport,
+    apply_weight_norm_,
+    data_dependent_init_,
+    parametrized_layers,
+    remove_weight_norm_,
+)
+from .chain import Chain
+
+__all__ = ["INITS", "initialise_", "initialise_from_data"]
+
+_kaiming = partial(nn.init.kaiming_normal_, nonlinearity="relu")
+
+INITS: dict[str, Callable[..., Any] | None] = {
+    "xavier": nn.init.xavier_uniform_,  # Glorot & Bengio 2010, equation 16: stock2019, CIFAR-10
+    "he": partial(_kaiming, mode="fan_in"),  # He et al. 2015: repro2019; stock2019, ImageNet
+    "he_fan_out": partial(_kaiming, mode="fan_out"),  # defazio2018
+    "normal": partial(nn.init.normal_, std=0.05),  # Salimans & Kingma 2016
+    "default": None,  # torch's
+}
+"""How weights are drawn; biases are 0 in all but torch's."""
+
+
+@torch.no_grad()
+def initialise_(model: nn.Module, init: str, classifier: nn.Module) -> None:
+    """Draw the weights of all linear and convolutional layers anew.
+
+    "he_fan_out" leaves the classifier as torch made it, as is usual: its few outputs would make the logits of the
+    start many times too large.
+    """
+    draw = INITS[init]
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d) and draw is not None:
+            if not (layer is classifier and init == "he_fan_out"):
+                draw(layer.weight)
+            if isinstance(layer.bias, Tensor):
+                layer.bias.zero_()
+        if isinstance(layer, _EquiNorm) and not layer.weight.is_meta:
+            layer.balance_signs_()
+
+
+def initialise_from_data(model: Chain, x: Tensor) -> InitReport | None:
+    """Give every layer outputs of mean 0 and variance 1 over `x`, if `model.needs_data_init` (arpit2019, section 4).
+
+    Made for networks with weight norm. One without any norm that was built with `data_init=True` starts from the same
+    outputs, as the "normal parameterization" of Salimans & Kingma's published code does: its weights are scaled once.
+    Its parameters are then new objects, so call this before the optimizer is made, with the model in training mode.
+
+    >>> initialise_from_data(model, images[:500])
+    """
+    if not model.needs_data_init:
+        return None
+    if any(parametrized_layers(model, nn.Module)):
+        return data_dependent_init_(model, x)
+    apply_weight_norm_(model)
+    try:
+        return data_dependent_init_(model, x)
+    finally:
+        remove_weight_norm_(model)

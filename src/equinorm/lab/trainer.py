@@ -1,0 +1,321 @@
+"""Train many runs: several side by side on a GPU, one after the other on a CPU, none of them twice.
+
+A run that is in the store is skipped; one that another process holds is left to it; one that was interrupted goes on
+from its checkpoint and makes the very steps it would have made. A run that diverges is recorded as such and the others
+go on. Ctrl-C, SIGTERM and the end of the time given save what is in progress and stop.
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+
+from . import data as datasets
+from .data.folder import find_folder
+from .files import replacing
+from .runs import Run
+from .store import Claim, Record, Store
+from .training import Inputs, Streamed, Training
+
+__all__ = ["Outcome", "about", "train", "train_all"]
+
+AHEAD = 2  # epochs a run may be ahead of what the host has seen of it
+AGREE = 10  # steps after which processes that train together look whether to stop
+CHUNK = 16  # steps of one run before it is the next one's turn (CUDA)
+
+
+@dataclass
+class Outcome:
+    """What became of the runs asked for."""
+
+    trained: list[Record] = field(default_factory=list)
+    known: int = 0  # were in the store already
+    elsewhere: list[Run] = field(default_factory=list)  # another process is at them
+    unfinished: list[Run] = field(default_factory=list)  # interrupted, or not started for want of time
+    interrupted: bool = False
+
+
+def train(run: Run, store: Store, **options: Any) -> Record:
+    """Train one run, or find it in the store.
+
+    record = train(run, Store(Path("results")))
+    """
+    outcome = train_all([run], store, **options)
+    record = store.get(run)
+    if record is None:
+        where = "another process is training it" if outcome.elsewhere else "it was interrupted"
+        raise RuntimeError(f"{run.key} has no result yet: {where}")
+    return record
+
+
+def train_all(
+    runs: Iterable[Run],
+    store: Store,
+    *,
+    data_dir: Path | None = None,
+    device: torch.device | str | None = None,
+    side_by_side: int | None = None,
+    minutes: float = float("inf"),
+    checkpoint_seconds: float = 60.0,
+    watch: Callable[[list[Job]], None] | None = None,
+    on_record: Callable[[Record], None] | None = None,
+) -> Outcome:
+    """Train every run that the store does not have.
+
+    Args:
+        data_dir: where data sets lie; see `lab.data.load`.
+        side_by_side: runs in progress at once; 8 on a GPU and 1 on a CPU.
+        minutes: after these, runs in progress are checkpointed and none is started.
+        checkpoint_seconds: how often a run in progress is saved.
+        watch: called with the jobs in progress whenever one of them has finished an epoch.
+        on_record: called with each finished run.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    width = side_by_side or (8 if device.type == "cuda" else 1)
+    grid = _Grid(store, device, width, data_dir, checkpoint_seconds, time.monotonic() + 60 * minutes, watch, on_record)
+    wanted = list({run.key: run for run in runs}.values())
+    waiting = deque(run for run in wanted if store.get(run) is None)
+    grid.outcome.known = len(wanted) - len(waiting)
+    with interruptible() as interrupted:
+        try:
+            while (waiting or grid.jobs) and not interrupted() and grid.time_left() > 0:
+                while waiting and len(grid.jobs) < width:
+                    grid.start(waiting.popleft())
+                grid.advance(interrupted)
+        finally:
+            grid.suspend()
+        grid.outcome.interrupted = interrupted()
+    grid.outcome.unfinished += waiting
+    return grid.outcome
+
+
+# -- runs in progress --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Job:
+    """A run in progress: its training, the claim on it, and when it was last saved."""
+
+    run: Run
+    training: Training
+    claim: Claim | None
+    about: dict[str, Any]
+    seconds_before: float  # spent before it was last interrupted
+    began: float = field(default_factory=time.monotonic)
+    saved: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.began
+
+    @property
+    def progress(self) -> float:
+        """The part that is done, 0 to 1."""
+        return self.training.done / max(self.training.total_steps, 1)
+
+    def let_go(self) -> None:
+        if self.claim is not None:
+            self.claim.release()
+
+    def record(self) -> Record:
+        log, reason = self.training.log, self.training.diverged
+        final = {k: v for k, v in log[-1].items() if not isinstance(v, list)} | {"seconds": self.seconds}
+        status: Literal["finished", "diverged"] = "finished" if reason is None else "diverged"
+        return Record(self.run, status, tuple(log), final | ({"reason": reason} if reason else {}), self.about)
+
+
+class _Grid:
+    """The jobs in progress on one device."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device,
+        width: int,
+        data_dir: Path | None,
+        checkpoint_seconds: float,
+        deadline: float,
+        watch: Callable[[list[Job]], None] | None,
+        on_record: Callable[[Record], None] | None,
+    ) -> None:
+        self.store, self.device, self.width, self.data_dir = store, device, width, data_dir
+        self.checkpoint_seconds, self.deadline = checkpoint_seconds, deadline
+        self.watch, self.on_record = watch, on_record
+        self.jobs: list[Job] = []
+        self.outcome = Outcome()
+        self._inputs: dict[Any, Inputs | Streamed] = {}
+
+    def time_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def start(self, run: Run) -> None:
+        """Take a run in hand, from its checkpoint if there is one; or leave it to the process that has it."""
+        claim = self.store.claim(run)
+        if claim is None:
+            self.outcome.elsewhere.append(run)
+            return
+        try:
+            if self.store.get(run) is not None:  # another process finished it meanwhile
+                claim.release()
+                self.outcome.known += 1
+                return
+            state = load_checkpoint(self.store.checkpoint(run))
+            training = Training(run, self.inputs(run), state and state["training"])
+        except BaseException:
+            claim.release()
+            raise
+        facts = about(self.device) | {"side_by_side": self.width}
+        self.jobs.append(Job(run, training, claim, facts, state["seconds"] if state else 0.0))
+
+    def inputs(self, run: Run) -> Inputs | Streamed:
+        """The data a run wants, on the device; shared by all runs that want the same."""
+        key = (repr(run.data), run.precision == "bfloat16")
+        if key not in self._inputs:
+            self._inputs[key] = inputs_of(run, self.data_dir, self.device)
+        return self._inputs[key]
+
+    def advance(self, interrupted: Callable[[], bool]) -> None:
+        """A few steps of every job; finish those that have come to their end."""
+        moved = news = False
+        for job in list(self.jobs):
+            training = job.training
+            if not training.finished and training.ahead < AHEAD:
+                moved = True
+                for _ in range(CHUNK if self.device.type == "cuda" else 1):
+                    training.step()
+                    if training.at_epoch_end or interrupted():
+                        break
+            news |= self._look_at(job)
+        if not moved and self.jobs and not news:  # the device is behind: wait for the one that began first
+            self.jobs[0].training.collect(wait=True)
+            self._look_at(self.jobs[0])
+        if news and self.watch is not None:
+            self.watch(self.jobs)
+
+    def _look_at(self, job: Job) -> bool:
+        news = job.training.collect()
+        if job.training.diverged or (job.training.finished and not job.training.ahead):
+            self._finish(job)
+            return True
+        if time.monotonic() - job.saved > self.checkpoint_seconds:
+            self._save(job)
+        return news
+
+    def _finish(self, job: Job) -> None:
+        record = job.record()
+        self.store.write(record)
+        self.store.checkpoint(job.run).unlink(missing_ok=True)
+        self.jobs.remove(job)
+        job.let_go()
+        self.outcome.trained.append(record)
+        if self.on_record is not None:
+            self.on_record(record)
+
+    def _save(self, job: Job) -> None:
+        save_checkpoint(self.store.checkpoint(job.run), {"training": job.training.state_dict(), "seconds": job.seconds})
+        job.saved = time.monotonic()
+
+    def suspend(self) -> None:
+        """Save and let go of everything in progress."""
+        while self.jobs:
+            job = self.jobs.pop()
+            try:
+                self._save(job)
+            finally:
+                job.let_go()
+            self.outcome.unfinished.append(job.run)
+
+
+def inputs_of(run: Run, data_dir: Path | None, device: torch.device) -> Inputs | Streamed:
+    """The data of a run: on the device, or streamed from disk where it is a folder of images."""
+    if datasets.is_streamed(run.data):
+        return Streamed(find_folder(run.data.name, data_dir), run, device)
+    return Inputs(datasets.prepare(run.data.name, run.data, data_dir, device), run)
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM are noted and acted upon between two steps; a second Ctrl-C is an ordinary one."""
+    seen: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    with ExitStack() as undo:
+        if threading.current_thread() is threading.main_thread():  # else whoever runs this handles signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                undo.callback(signal.signal, number, signal.signal(number, note))
+        yield lambda: bool(seen)
+
+
+# -- where a number comes from -----------------------------------------------------------------------------------------
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """Command, versions, hardware and commit: what goes with every number."""
+    packages = {"equinorm": version_of("equinorm"), "torch": torch.__version__, "python": platform.python_version()}
+    hardware = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    )
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": packages,
+        "hardware": hardware,
+        "commit": commit(),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return None
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the checkout this code runs from, with "+" if it has changes; None if it is not one."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ("git", *arguments), cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

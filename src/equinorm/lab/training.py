@@ -1,0 +1,574 @@
+"""One run in progress: a step that can be replayed, and a state that can be saved after any step.
+
+Everything random is a pure function of the run's seed and of the position in training: the order of the images of the
+epoch, what a step draws of the epoch and the step. So a run that is interrupted anywhere and resumed makes the very
+steps it would have made.
+
+On CUDA a whole step (batch, augmentation, forward, backward, method, optimizer) is captured as one graph. What differs
+from step to step is read from tables on the device, filled once per epoch; the host only says "again".
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD
+from ..meanshift import parameter_groups, scaled_kernels
+from . import models
+from .data import DataSet, augment, draw_lambda
+from .data.folder import SIZE, ImageFolder, stream
+from .runs import Run
+
+__all__ = ["Inputs", "Streamed", "Training", "precision"]
+
+TEST_BATCH = 2000
+
+# -- what the runs of a process share ----------------------------------------------------------------------------------
+
+
+class Inputs:
+    """A data set on a device, prepared as a run wants it; runs with the same `Data` share it."""
+
+    streamed = False
+
+    def __init__(self, data: DataSet, run: Run) -> None:
+        spec = run.data
+        self.spec, self.classes, self.channels_last = spec, data.classes, run.precision == "bfloat16"
+        self.train, self.test_labels = data.train, data.test.labels
+        device = data.train.images.device
+        self.mean, self.std = (torch.tensor(x, device=device) for x in (spec.mean or data.mean, spec.std or data.std))
+        fixed = not (spec.crop or spec.padding or spec.flip or spec.scale)
+        self.prepared = self.seen(data.train.images, training=False) if fixed else None
+        self.test = self.seen(data.test.images, training=False)
+        channels, height, width = self.test.shape[1:]
+        self.shape = (channels, height, width)
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    def seen(self, images: Tensor, training: bool) -> Tensor:
+        """Images as a network sees them; the random part of augmentation only in training."""
+        return augment(images, self.spec, self.mean, self.std, training=training, channels_last=self.channels_last)
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The training images of `index`, augmented, and their labels."""
+        if self.prepared is not None:
+            return self.prepared[index], self.train.labels[index]
+        return self.seen(self.train.images[index], training=True), self.train.labels[index]
+
+    def examples(self, n: int) -> Tensor:
+        """The first n training images, without the random part."""
+        return self.seen(self.train.images[:n], training=False)
+
+    def tests(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.test.split(TEST_BATCH), self.test_labels.split(TEST_BATCH), strict=True)
+
+    @property
+    def test_size(self) -> int:
+        return len(self.test_labels)
+
+
+class Streamed:
+    """A folder of images that is too large for the device: worker processes decode it, batch by batch."""
+
+    streamed = True
+
+    def __init__(self, folder: ImageFolder, run: Run, device: torch.device, workers: int | None = None) -> None:
+        spec = run.data
+        self.folder, self.spec, self.device = folder, spec, device
+        self.workers = min(8, (os.cpu_count() or 1) - 1) if workers is None else workers
+        self.classes, self.channels_last = len(folder.classes), run.precision == "bfloat16"
+        self.mean, self.std = (
+            torch.tensor(x, device=device) for x in (spec.mean or folder.mean, spec.std or folder.std)
+        )
+        self.shape = (3, spec.crop or SIZE, spec.crop or SIZE)
+
+    def __len__(self) -> int:
+        return len(self.folder.train)
+
+    def seen(self, images: Tensor, training: bool) -> Tensor:
+        spec = replace(self.spec, crop=None)  # the workers have cut
+        return augment(images, spec, self.mean, self.std, training=training, channels_last=self.channels_last)
+
+    def epoch(self, batch: int, **position: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of an epoch from a given one on: bytes and labels, on the device."""
+        return self._moved(stream(self.folder, self.spec, batch, training=True, workers=self.workers, **position))
+
+    def examples(self, n: int) -> Tensor:
+        images, _ = next(iter(self.epoch(min(n, len(self)))))
+        return self.seen(images, training=False)
+
+    def tests(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, labels in self._moved(stream(self.folder, self.spec, 250, training=False, workers=self.workers)):
+            yield self.seen(images, training=False), labels
+
+    def _moved(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((images.to(self.device), labels.to(self.device)) for images, labels in batches)
+
+    @property
+    def test_size(self) -> int:
+        return len(self.folder.test)
+
+
+@contextmanager
+def precision(name: str, device: torch.device) -> Iterator[None]:
+    """Matrix products in full float32, in TF32, or (autocast) in bfloat16; only CUDA knows the difference."""
+    if name not in ("float32", "tf32", "bfloat16"):
+        raise ValueError(f"precision must be float32, tf32 or bfloat16, got {name!r}")
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    matmul.allow_tf32 = cudnn.allow_tf32 = name == "tf32"
+    cudnn.deterministic, cudnn.benchmark = True, False
+    low = name == "bfloat16" and device.type == "cuda"
+    # no cache of cast weights: a replayed graph must cast them again
+    casting: AbstractContextManager[Any] = (
+        torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if low else nullcontext()
+    )
+    try:
+        with casting:
+            yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+
+
+def mixed_seed(*parts: int) -> int:
+    """One seed from several numbers, none of which can undo another (splitmix64)."""
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1  # generators want 63 bits
+
+
+# -- model, optimizer and method of a run ------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Parts:
+    model: models.Chain
+    optimizer: torch.optim.Optimizer
+    method: Any  # ENorm or MeanShiftRejection (with a state of its own), ImplicitENorm (a penalty), or None
+
+    @property
+    def penalty(self) -> ImplicitENorm | None:
+        return self.method if isinstance(self.method, ImplicitENorm) else None
+
+
+def build(run: Run, inputs: Inputs | Streamed) -> Parts:
+    """The untrained network of a run with its optimizer and method; the same for the same seed on every device."""
+    device = inputs.device
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mixed_seed(run.seed, 0))
+        model = models.build(run.model.name, classes=inputs.classes, in_shape=inputs.shape, **run.model.options)
+    model = model.to(device)
+    if run.precision == "bfloat16":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    examples = inputs.examples(500)
+    models.initialise_from_data(model, examples)
+    example = examples[:2]
+    name, options = run.method.name, dict(run.method.options)
+    if name == "path_sgd":
+        rate: Any = torch.tensor(run.optim.lr, device=device)
+        return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
+    penalty = ImplicitENorm(model, example, **options).to(device) if name == "implicit_enorm" else None
+    optimizer = sgd(run, model, penalty)
+    if penalty is not None:
+        return Parts(model, optimizer, penalty)
+    if name == "enorm":
+        enorm = ENorm(model, optimizer, example, **options)
+        enorm.attach()
+        return Parts(model, optimizer, enorm)
+    if name == "msr":
+        rejection = MeanShiftRejection(model, optimizer, **options)
+        rejection.attach()
+        return Parts(model, optimizer, rejection)
+    if name != "none":
+        raise ValueError(f"unknown method {name!r}; there are none, enorm, implicit_enorm, path_sgd, msr")
+    return Parts(model, optimizer, None)
+
+
+def sgd(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.SGD:
+    """SGD over parameter groups: what decays, what does not, and the coefficients of implicit ENorm."""
+    spec, device = run.optim, next(model.parameters()).device
+    decay = 0.0 if penalty is not None else spec.weight_decay  # implicit ENorm's penalty takes its place
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": decay}]
+    if any(True for _ in scaled_kernels(model)):
+        groups = parameter_groups(model, decay)
+    elif not spec.decay_norms:
+        kinds = [[p for p in model.parameters() if (p.ndim > 1) == weight] for weight in (True, False)]
+        groups = [{"params": kinds[0], "weight_decay": decay}, {"params": kinds[1], "weight_decay": 0.0}]
+    if penalty is not None:
+        groups.append({"params": list(penalty.parameters()), "weight_decay": 0.0})
+    on_gpu = device.type == "cuda"
+    for group in groups:
+        group["lr"] = torch.tensor(spec.lr, device=device) if on_gpu else spec.lr
+    momentum = spec.schedule.at(0.0, run.epochs, spec.lr, spec.momentum)[1]
+    kind: dict[str, Any] = {"fused": True} if on_gpu else {"foreach": True}
+    return torch.optim.SGD(
+        [g for g in groups if g["params"]], lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind
+    )
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A run in progress on one device: `step()` until `finished`, and `collect()` what the epochs gave into `log`.
+
+    On CUDA neither waits for the device, so the host can drive many runs at once.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        inputs: Inputs | Streamed,
+        state: dict[str, Any] | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """`state`: of an earlier `state_dict`, to go on from there; `rank` and `world`: of a group of processes that
+        train the run together, each on its part of every batch."""
+        if run.batch % world:
+            raise ValueError(f"batch {run.batch} cannot be split evenly over {world} processes")
+        if run.batch > len(inputs):
+            raise ValueError(f"batch {run.batch} is larger than the training set of {len(inputs)} images")
+        self.run, self.inputs, self.device, self.rank, self.world = run, inputs, inputs.device, rank, world
+        self.steps_per_epoch = math.ceil(len(inputs) / run.batch)  # the last batch is filled up from the first images
+        self.total_steps = round(run.epochs * self.steps_per_epoch)
+        self.done = 0
+        self.log: list[dict[str, Any]] = []
+        self._pending: deque[tuple[int, Tensor, torch.cuda.Event | None, dict[str, Any]]] = deque()
+        with self._context():
+            self.parts = build(run, inputs)
+        self._network: nn.Module = self.parts.model if world == 1 else DistributedDataParallel(self.parts.model)
+        self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
+        self.mixes = run.data.mixup > 0
+        self._make_tables()
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._generator = torch.Generator(self.device)
+        self.captured = self.device.type == "cuda" and world == 1 and not inputs.streamed
+        if self.captured:
+            self.stream = torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+            self._warm_up()
+        if state is not None:
+            self._load(state)
+
+    # -- position ------------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.done // self.steps_per_epoch
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.total_steps
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self.done % self.steps_per_epoch == 0 or self.finished
+
+    # -- tables: what differs from step to step ------------------------------------------------------------------------
+
+    def _make_tables(self) -> None:
+        n, device = self.steps_per_epoch, self.device
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.order = torch.zeros(n, 0 if self.inputs.streamed else self.run.batch, dtype=torch.int64, device=device)
+        self.rates = torch.zeros(n, device=device)
+        self.lams = torch.ones(n, device=device)
+        self.sums = torch.zeros(2, device=device)  # training loss and accuracy since the epoch began
+        self.tested = torch.zeros(2, device=device)
+        self.layers: list[int] = [0] * n
+        self._filled_for = -1
+
+    def _fill_tables(self) -> None:
+        run, epoch, n = self.run, self.epoch, self.steps_per_epoch
+        self._filled_for = epoch
+        if isinstance(self.inputs, Streamed):
+            start, part = self.done % n, {"rank": self.rank, "world": self.world}
+            self._feed = self.inputs.epoch(run.batch, seed=run.seed, epoch=epoch, start=start, **part)
+        else:
+            self._generator.manual_seed(mixed_seed(run.seed, 1, epoch))
+            order = torch.randperm(len(self.inputs), generator=self._generator, device=self.device)
+            self.order.view(-1).copy_(order.repeat(2)[: self.order.numel()])
+        spec = run.optim
+        at = [spec.schedule.at(epoch + i / n, run.epochs, spec.lr, spec.momentum) for i in range(n)]
+        self.host_rates = [lr for lr, _ in at]
+        self.rates.copy_(torch.tensor(self.host_rates, dtype=torch.float32), non_blocking=True)
+        self._set_momentum(at[0][1])
+        if self.mixes:
+            draw = torch.Generator().manual_seed(mixed_seed(run.seed, 2, epoch))
+            lams = [draw_lambda(run.data.mixup, draw) for _ in range(n)]
+            self.lams.copy_(torch.tensor(lams, dtype=torch.float32), non_blocking=True)
+            if run.data.manifold:
+                self.layers = torch.randint(self.parts.model.mix_layers, (n,), generator=draw).tolist()
+
+    def _set_momentum(self, momentum: float) -> None:
+        for group in self.parts.optimizer.param_groups:
+            if "momentum" in group and group["momentum"] != momentum:
+                group["momentum"] = momentum
+                self._graphs = {key: g for key, g in self._graphs.items() if key == "evaluate"}
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One training step; at the end of an epoch also the evaluation, whose numbers `collect` reads."""
+        with self._context(), self._stream():
+            i = self.done % self.steps_per_epoch
+            if self._filled_for != self.epoch:
+                self._fill_tables()
+            if i == 0:
+                self.sums.zero_()
+                self.cursor.zero_()
+            self._generator.manual_seed(mixed_seed(self.run.seed, 3, self.done, *([self.rank] if self.rank else [])))
+            self._replay(("step", self.layers[i]), lambda: self._step(self.layers[i]), self.host_rates[i])
+            self.done += 1
+            if self.at_epoch_end:
+                self._replay("evaluate", self._evaluate)
+                self._report()
+
+    def _step(self, layer: int) -> None:
+        parts = self.parts
+        x, y = self._batch()
+        if self.mixes:
+            lam = self.lams.index_select(0, self.cursor)
+            other = torch.rand(len(y), device=self.device).argsort()
+            logits = self._network(x, mix=(layer, lam, other)).float()
+            each = torch.stack([F.cross_entropy(logits, y), F.cross_entropy(logits, y[other])])
+            loss = each[0] * lam + each[1] * (1 - lam)
+        else:
+            logits = self._network(x).float()
+            loss = F.cross_entropy(logits, y)
+        total = loss if parts.penalty is None else loss + parts.penalty()
+        parts.optimizer.zero_grad(set_to_none=False)
+        with torch.autocast(self.device.type, enabled=False):
+            total.sum().backward()
+            if self.captured:
+                rate = self.rates.index_select(0, self.cursor)[0]
+                for group in parts.optimizer.param_groups:
+                    group["lr"].copy_(rate)
+            parts.optimizer.step()
+        with torch.no_grad():
+            right = (logits.argmax(1) == y).float().mean()
+            self.sums += torch.stack([loss.detach().sum(), right])
+            self.cursor += 1
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        if isinstance(self.inputs, Streamed):
+            assert self._feed is not None
+            images, labels = next(self._feed)
+            return self.inputs.seen(images, training=True), labels
+        index = self.order.index_select(0, self.cursor).view(-1)
+        return self.inputs.batch(index if self.world == 1 else index.chunk(self.world)[self.rank])
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        model = self.parts.model
+        model.eval()
+        self.tested.zero_()
+        for x, y in self.inputs.tests():
+            logits = model(x).float()
+            loss = F.cross_entropy(logits, y, reduction="sum")
+            self.tested += torch.stack([loss, (logits.argmax(1) == y).float().sum()])
+        model.train()
+
+    def _report(self) -> None:
+        """Send the metrics of the epoch that has ended on their way to the host, without waiting for them."""
+        numbers = torch.cat([self.sums, self.tested])
+        event = None
+        if self.world > 1:
+            torch.distributed.all_reduce(numbers[:2])
+            numbers[:2] /= self.world
+        if self.captured:
+            numbers = torch.empty(4, pin_memory=True).copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((self.done, numbers, event, record(self.run, self.parts.model)))
+
+    @property
+    def ahead(self) -> int:
+        """Epochs that were started and whose numbers have not been collected yet."""
+        return len(self._pending)
+
+    def collect(self, wait: bool = False) -> bool:
+        """Move the metrics of epochs that have ended into `log`; whether there were any."""
+        found = False
+        while self._pending:
+            done, numbers, event, extras = self._pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    return found
+                event.synchronize()
+            self._pending.popleft()
+            self.log.append({**self._metrics(done, *numbers.tolist()), **extras})
+            found, wait = True, False
+        return found
+
+    def _metrics(self, done: int, loss: float, accuracy: float, test_loss: float, right: float) -> dict[str, Any]:
+        run, n = self.run, self.inputs.test_size
+        steps = (done - 1) % self.steps_per_epoch + 1
+        spec, position = run.optim, (done - 1) / self.steps_per_epoch
+        return {
+            "epoch": (done - 1) // self.steps_per_epoch + 1,
+            "train_loss": loss / steps,
+            "train_accuracy": 100 * accuracy / steps,
+            "test_loss": test_loss / n,
+            "test_accuracy": 100 * right / n,
+            "lr": spec.schedule.at(position, run.epochs, spec.lr, spec.momentum)[0],
+        }
+
+    @property
+    def diverged(self) -> str | None:
+        """Why the run cannot go on, if so."""
+        for row in self.log[-1:]:
+            if not math.isfinite(row["train_loss"]):
+                return f"the training loss is {row['train_loss']} in epoch {row['epoch']}"
+        return None
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return precision(self.run.precision, self.device)
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.stream) if self.captured else nullcontext()
+
+    def _replay(self, key: Any, body: Callable[[], None], lr: float | None = None) -> None:
+        if not self.captured:
+            if lr is not None:
+                self._set_rate(lr)
+            with torch.random.fork_rng(devices=[self.device.index or 0] if self.device.type == "cuda" else []):
+                torch.manual_seed(self._generator.initial_seed())
+                body()
+            return
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(body)
+        self._graphs[key].replay()
+
+    def _set_rate(self, lr: float) -> None:
+        for group in self.parts.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph whose random numbers come from this run's own generator, whatever runs beside it."""
+        graph = torch.cuda.CUDAGraph()
+        with _default_generator(self._generator):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _warm_up(self) -> None:
+        """Make steps that do not count: what happens only once must not happen inside a capture."""
+        before, method = _copied(self._tensors()), self._method_state()
+        with self._context(), self._stream(), _default_generator(self._generator):
+            self._fill_tables()
+            for _ in range(2):
+                self.cursor.zero_()
+                self._step(0)
+            self._evaluate()
+            for name, tensor in self._tensors().items():
+                if name in before:
+                    tensor.copy_(before[name])
+                else:
+                    tensor.zero_()  # momentum: nothing yet
+            self._load_method(method)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the rest of the run depends on, on the CPU."""
+        while self._pending:
+            self.collect(wait=True)
+        with self._stream():
+            tensors = _copied(self._tensors(), torch.device("cpu"))
+        return {"done": self.done, "log": list(self.log), "tensors": tensors, "method": self._method_state()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.done, self.log = state["done"], list(state["log"])
+        slots = self._slots()
+        with self._stream():
+            own = self._tensors()
+            for name, tensor in state["tensors"].items():
+                if name in own:
+                    own[name].copy_(tensor)
+                else:  # the optimizer makes its buffers in the first step
+                    _, number, key = name.split(".", 2)
+                    self.parts.optimizer.state[slots[int(number)]][key] = tensor.to(self.device, copy=True)
+            self._load_method(state["method"])
+
+    def _method_state(self) -> dict[str, Any] | None:
+        method = self.parts.method
+        return method.state_dict() if isinstance(method, ENorm | MeanShiftRejection) else None
+
+    def _load_method(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self.parts.method.load_state_dict(state)
+
+    def _slots(self) -> list[Tensor]:
+        return [p for group in self.parts.optimizer.param_groups for p in group["params"]]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a step changes, by name."""
+        found = {f"model.{k}": v for k, v in self.parts.model.state_dict().items()}
+        if self.parts.penalty is not None:
+            found |= {f"penalty.{k}": v for k, v in self.parts.penalty.state_dict().items()}
+        for number, p in enumerate(self._slots()):
+            for k, v in self.parts.optimizer.state.get(p, {}).items():
+                if isinstance(v, Tensor):
+                    found[f"optimizer.{number}.{k}"] = v.detach()
+        return found | {"sums": self.sums, "cursor": self.cursor}
+
+
+def _copied(tensors: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _default_generator(own: torch.Generator) -> Iterator[None]:
+    """Let every random function draw from `own`, also those that cannot be told to (CUDA)."""
+    index = own.device.index or 0
+    default = torch.cuda.default_generators[index]
+    before = default.graphsafe_get_state()
+    default.graphsafe_set_state(own.graphsafe_get_state())
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(before)
+
+
+# -- what is measured besides loss and accuracy ------------------------------------------------------------------------
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+@torch.no_grad()
+def record(run: Run, model: nn.Module) -> dict[str, Any]:
+    """The extras a run asks for: magnitudes of its filters (ruff2020), energy by layer (stock2019, figure 10)."""
+    extras: dict[str, Any] = {}
+    weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+    if "filters" in run.record:
+        norms = torch.cat([torch.linalg.vector_norm(p.flatten(1), dim=1) for p in weights.values() if p.ndim == 4])
+        extras["filters"] = torch.quantile(norms.double(), norms.new_tensor(QUANTILES).double()).tolist()
+    if "energy" in run.record:
+        extras["energy"] = [float(p.double().square().sum()) for p in weights.values()]
+    return extras

@@ -1,0 +1,73 @@
+"""The benchmark runs everywhere, says what it measured, and one variant that fails does not take the others with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from equinorm.lab import UserError
+from equinorm.lab.bench import steps
+from equinorm.lab.bench.llama import Llama
+from equinorm.lab.bench.output import Timing
+from equinorm.lab.bench.run import run
+
+CPU = torch.device("cpu")
+TINY = {"layers": 2, "width": 64, "heads": 4, "groups": 2, "hidden": 128, "vocabulary": 100}
+
+
+def test_every_variant_of_a_residual_net_is_timed_against_no_norm_and_bn() -> None:
+    rows = steps.measure(steps.networks(CPU, quick=True)["resnet18"], CPU, repeats=2, steps=1)
+    assert [row.variant for row in rows][:2] == ["no norm", "BN"]
+    assert not [row for row in rows if row.failed]
+    by_name = {row.variant: row for row in rows}
+    assert by_name["no norm"].adds == 0
+    assert by_name["BN"].of_bn == 1
+    assert by_name["ENorm"].cycle is not None
+    assert "ENorm cycle" in steps.sentences(rows)[0]
+
+
+def test_a_variant_that_fails_is_named_with_its_error() -> None:
+    def broken() -> nn.Module:
+        raise ValueError("no such layer")
+
+    plain = steps.networks(CPU, quick=True)["llama"]
+    network = steps.Network("net", (steps.Variant("bad", broken), plain.variants[0]), plain.inputs, image=False)
+    rows = steps.measure(network, CPU, repeats=1, steps=1)
+    assert {row.variant: row.failed for row in rows} == {"no norm": "", "bad": "ValueError: no such layer"}
+
+
+def test_the_llama_shape_has_a_billion_parameters_and_scales_to_move() -> None:
+    with torch.device("meta"):
+        assert 1.0e9 < sum(p.numel() for p in Llama().parameters()) < 1.2e9
+    import equinorm
+
+    model = Llama(**TINY)
+    tokens = torch.randint(100, (1, 8))
+    report = equinorm.balance_(model.double(), tokens)
+    assert report.converged
+    assert report.num_scales > 2 * 128
+
+
+@pytest.mark.parametrize("part", ["scaling", "lab"])
+def test_a_part_writes_a_table_and_every_number(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ("scaling",) if part == "scaling" else ("FC-19", "WRN-20-96, EquiNorm")
+    written = run((part,), tmp_path, device="cpu", only=only, compiled=False, quick=True, repeats=2)
+    assert all(path.exists() for path in written)
+    content = json.loads((tmp_path / f"bench_{part}_cpu.json").read_text())
+    assert content["rows"]
+    assert content["hardware"]
+    assert "median" in capsys.readouterr().out
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no part speed; it has steps, scaling, balance, lab"):
+        run(("speed",), tmp_path)
+
+
+def test_a_timing_is_a_median_with_the_middle_half() -> None:
+    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.5, 2.5, 3)
+    assert str(Timing.of([0.5])) == "0.500 (0.500-0.500)"
