@@ -33,6 +33,7 @@ RUNS = {
     "batchnorm": replace(BASE, model=Model("fc", {"hidden": 3, "width": 16, "norm": "batchnorm"})),
     "enorm": replace(BASE, method=Method("enorm", {"c": 1.2})),
     "implicit": replace(BASE, method=Method("implicit_enorm", {"decay": 1e-3})),
+    "adam": replace(BASE, method=Method("enorm"), optim=Optim(0.003, schedule=Linear(hold=0.5), name="adam")),
     "path": replace(BASE, method=Method("path_sgd"), optim=Optim(0.01)),
     "msr": replace(
         BASE,

@@ -251,6 +251,8 @@ class Reproduce:
     side_by_side: Annotated[
         int | None, arg(metavar="N", help="Runs in progress at once on one device (8 on a GPU, 1 on a CPU).")
     ] = None
+    row: Annotated[Patterns, arg(metavar="ROW", help="Only this method. Repeat it for several.")] = ()
+    column: Annotated[Patterns, arg(metavar="COLUMN", help="Only this depth, batch size ... Repeat it.")] = ()
     address: Annotated[str | None, arg(help="Of a Ray cluster (RAY_ADDRESS, else one made on this machine).")] = None
     partition: Annotated[str | None, arg(help="Of Slurm.")] = None
 
@@ -262,7 +264,7 @@ class Reproduce:
         if not self.artifacts:
             _list_artifacts()
             return
-        picked = chosen(self.artifacts, self.toy)
+        picked = chosen(self.artifacts, self.toy, self.row, self.column)
         store = Store(_results(self.results, self.toy))
         options = Options(
             self.data_dir, self.device, self.side_by_side, self.minutes, address=self.address, partition=self.partition

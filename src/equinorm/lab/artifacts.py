@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
+from itertools import zip_longest
 from typing import Any, Literal
 
 from .runs import Run
@@ -76,8 +77,15 @@ class Artifact:
     shrink: Callable[[Run], Run] | None = field(default=None, compare=False)  # one run at toy size
 
     def runs(self) -> tuple[Run, ...]:
-        """Every run behind the artifact, each once, in the order in which they are worth having."""
-        return tuple({run.key: run for cell in self.cells for run in cell.runs}.values())
+        """Every run behind the artifact, each once: the first seed of every cell, then the second, and so on."""
+        by_seed = zip_longest(*(cell.runs for cell in self.cells))
+        return tuple({run.key: run for turn in by_seed for run in turn if run is not None}.values())
+
+    def part(self, rows: Iterable[str] = (), columns: Iterable[str] = ()) -> Artifact:
+        """The artifact with some of its rows and columns only; none named: all."""
+        rows, columns = set(rows), set(columns)
+        kept = (c for c in self.cells if (not rows or c.row in rows) and (not columns or c.column in columns))
+        return replace(self, cells=tuple(kept))
 
     def toy(self) -> Artifact:
         """The artifact with every run at toy size, on one seed."""

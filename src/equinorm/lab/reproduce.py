@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,8 +36,10 @@ class Reproduced:
         return "; ".join(parts) + "."
 
 
-def chosen(names: Iterable[str], toy: bool = False) -> list[Artifact]:
-    """Artifacts by name; a paper's name stands for all of its, "all" for every one."""
+def chosen(
+    names: Iterable[str], toy: bool = False, rows: Collection[str] = (), columns: Collection[str] = ()
+) -> list[Artifact]:
+    """Artifacts by name; a paper's name stands for all of its, "all" for every one; of them some rows and columns."""
     found = all_artifacts()
     picked: dict[str, Artifact] = {}
     for name in names:
@@ -48,7 +50,14 @@ def chosen(names: Iterable[str], toy: bool = False) -> list[Artifact]:
                 f"{', '.join(found)}"
             )
         picked |= {a.name: a for a in matching}
-    return [a.toy() if toy else a for a in picked.values()]
+    for what, wanted in (("row", rows), ("column", columns)):
+        there = dict.fromkeys(getattr(cell, what) for artifact in picked.values() for cell in artifact.cells)
+        if missing := [name for name in wanted if name not in there]:
+            raise UserError(
+                f"there is no {what} {', '.join(missing)} in {', '.join(picked)}; there are {', '.join(there)}"
+            )
+    parts = [a.part(rows, columns) for a in picked.values()]
+    return [a.toy() if toy else a for a in parts]
 
 
 def reproduce(

@@ -59,7 +59,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Optim:
-    """SGD with a schedule: what every experiment of the five sources uses."""
+    """An optimizer with a schedule: SGD, or Adam with its usual constants."""
 
     lr: float = 0.1
     momentum: float = 0.0
@@ -67,6 +67,7 @@ class Optim:
     weight_decay: float = 0.0
     decay_norms: bool = True  # whether gains, offsets and biases decay too
     schedule: Schedule = field(default_factory=Linear)
+    name: str = "sgd"  # or "adam"
 
 
 @dataclass(frozen=True)

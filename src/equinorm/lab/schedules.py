@@ -38,12 +38,15 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """From lr down to `final` in a straight line (repro2019: to 0 over 60 epochs)."""
+    """From lr down to `final` in a straight line (repro2019: to 0 over 60 epochs), after a part `hold` of training at
+    lr (arpit2019: half)."""
 
     final: float = 0.0
+    hold: float = 0.0
 
     def lr(self, epoch: float, epochs: float, lr: float) -> float:
-        return self.final + (lr - self.final) * (1 - epoch / epochs)
+        t = max(0.0, (epoch / epochs - self.hold) / (1 - self.hold))
+        return self.final + (lr - self.final) * (1 - t)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Job:
 
     def record(self) -> Record:
         log, reason = self.training.log, self.training.diverged
-        final = {k: v for k, v in log[-1].items() if not isinstance(v, list)} | {"seconds": self.seconds}
+        final = log[-1] | {"seconds": self.seconds}
         status: Literal["finished", "diverged"] = "finished" if reason is None else "diverged"
         return Record(self.run, status, tuple(log), final | ({"reason": reason} if reason else {}), self.about)
 

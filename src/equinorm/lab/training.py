@@ -185,7 +185,7 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
         rate: Any = torch.tensor(run.optim.lr, device=device)
         return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
     penalty = ImplicitENorm(model, example, **options).to(device) if name == "implicit_enorm" else None
-    optimizer = sgd(run, model, penalty)
+    optimizer = optimizer_of(run, model, penalty)
     if penalty is not None:
         return Parts(model, optimizer, penalty)
     if name == "enorm":
@@ -201,8 +201,8 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
     return Parts(model, optimizer, None)
 
 
-def sgd(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.SGD:
-    """SGD over parameter groups: what decays, what does not, and the coefficients of implicit ENorm."""
+def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.Optimizer:
+    """The optimizer over parameter groups: what decays, what does not, and the coefficients of implicit ENorm."""
     spec, device = run.optim, next(model.parameters()).device
     decay = 0.0 if penalty is not None else spec.weight_decay  # implicit ENorm's penalty takes its place
     groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": decay}]
@@ -218,9 +218,12 @@ def sgd(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.SG
         group["lr"] = torch.tensor(spec.lr, device=device) if on_gpu else spec.lr
     momentum = spec.schedule.at(0.0, run.epochs, spec.lr, spec.momentum)[1]
     kind: dict[str, Any] = {"fused": True} if on_gpu else {"foreach": True}
-    return torch.optim.SGD(
-        [g for g in groups if g["params"]], lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind
-    )
+    filled = [group for group in groups if group["params"]]
+    if spec.name == "adam":
+        return torch.optim.Adam(filled, lr=spec.lr, **kind, **({"capturable": True} if on_gpu else {}))
+    if spec.name != "sgd":
+        raise ValueError(f"unknown optimizer {spec.name!r}; there are sgd and adam")
+    return torch.optim.SGD(filled, lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -559,16 +562,24 @@ def _default_generator(own: torch.Generator) -> Iterator[None]:
 # -- what is measured besides loss and accuracy ------------------------------------------------------------------------
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+DEFLATED = 0.1  # of the largest filter of its layer
 
 
 @torch.no_grad()
 def record(run: Run, model: nn.Module) -> dict[str, Any]:
     """The extras a run asks for: magnitudes of its filters (ruff2020), energy by layer (stock2019, figure 10)."""
     extras: dict[str, Any] = {}
-    weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+    weights = {name: p for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith(".g")}
     if "filters" in run.record:
-        norms = torch.cat([torch.linalg.vector_norm(p.flatten(1), dim=1) for p in weights.values() if p.ndim == 4])
-        extras["filters"] = torch.quantile(norms.double(), norms.new_tensor(QUANTILES).double()).tolist()
+        layers = [torch.linalg.vector_norm(p.flatten(1), dim=1) for p in weights.values() if p.ndim == 4]
+        norms = torch.cat(layers).double()
+        small = torch.cat([layer < DEFLATED * layer.max() for layer in layers]).double()
+        extras["filters"] = {
+            "mean": float(norms.mean()),
+            "deflated": 100 * float(small.mean()),
+            "quantiles": torch.quantile(norms, norms.new_tensor(QUANTILES)).tolist(),
+        }
     if "energy" in run.record:
-        extras["energy"] = [float(p.double().square().sum()) for p in weights.values()]
+        energies = [float(p.double().square().sum()) for p in weights.values()]
+        extras["energy"] = {"norm": math.sqrt(sum(energies)), "layers": energies}
     return extras

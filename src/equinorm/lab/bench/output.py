@@ -32,8 +32,8 @@ class Timing:
 
     @classmethod
     def of(cls, milliseconds: Sequence[float]) -> Timing:
-        if len(milliseconds) < 2:
-            return cls(*milliseconds * 3, n=len(milliseconds))
+        if len(milliseconds) == 1:
+            return cls(milliseconds[0], milliseconds[0], milliseconds[0], 1)
         low, middle, high = statistics.quantiles(milliseconds, n=4, method="inclusive")
         return cls(middle, low, high, len(milliseconds))
 

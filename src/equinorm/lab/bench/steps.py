@@ -168,7 +168,7 @@ class Stepper:
         if any(True for _ in scaled_kernels(self.model)):
             groups = parameter_groups(self.model)
         fast = {"fused": True} if device.type == "cuda" else {"foreach": True}
-        self.optimizer = torch.optim.SGD(groups, lr=1e-6, momentum=0.9, **fast)  # type: ignore[arg-type]
+        self.optimizer = torch.optim.SGD(groups, lr=1e-6, momentum=0.9, **fast)
         self.method = variant.attach(self.model, self.optimizer, self.x)
         self.run = torch.compile(self.model) if compiled else self.model
         for _ in range(3 if self.accumulate == 1 else 1):

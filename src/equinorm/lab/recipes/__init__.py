@@ -1,0 +1,1 @@
+"""One module per paper; each has `artifacts()`, which lists its tables and figures (see docs/laboratory.md)."""
