@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -259,6 +259,7 @@ def test_output_and_gradients_are_the_papers(case: Case, two_pass: bool, fractio
     else:
         samples = math.ceil(fraction * case.batched(x).shape[0])
     expected = reference(case, layer, x, layer.weight, samples)
+    assume(bool(expected.isfinite().all()))  # where a denominator is zero, the paper says nothing
     assert y.shape == PLAIN[case.layer](**case.arguments, dtype=torch.float64)(x).shape
     assert_close(y.reshape(expected.shape), expected, 1e-10)
 

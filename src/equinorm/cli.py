@@ -277,6 +277,49 @@ class Reproduce:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Put every number next to the paper's: README.md, index.html and figures, from the runs in the results folder."""
+
+    artifact: Annotated[
+        str | None,
+        arg(metavar="NAME", help="Print what there is on this table, figure or paper, and draw its figures only."),
+    ] = None
+    results: Results = None
+    toy: Toy = False
+    tensorboard: Annotated[bool, arg(help="Write all curves as TensorBoard event files too.")] = False
+
+    def run(self) -> None:
+        from .lab.reproduce import chosen
+        from .lab.store import Store
+
+        try:
+            from .lab import report
+        except ImportError as error:
+            raise _user_error(f"the report needs {error.name}: pip install 'equinorm[lab]'") from error
+        store = Store(_results(self.results, self.toy))
+        if self.artifact is not None:
+            from rich.console import Console
+            from rich.markdown import Markdown
+
+            for artifact in chosen([self.artifact]):  # `section` takes the toy version itself
+                text = report.section(store, artifact, store.folder, self.toy)
+                if sys.stdout.isatty():
+                    Console().print(Markdown(text))
+                else:
+                    print(text + "\n")
+            return
+        with _step("writing the report"):
+            written = report.write(store, store.folder, toy=self.toy, tensorboard=self.tensorboard)
+        for why in written.damaged.values():
+            print(f"not used: {why}", file=sys.stderr)
+        run = sum(result.was_run for result in written.results)
+        print(
+            f"{run} of {len(written.results)} tables and figures have results. "
+            f"Written: {written.readme}, {written.page}"
+        )
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure speed, side by side: training steps with every normalization, how their cost grows, tracing and
     balancing, and the laboratory itself."""
@@ -333,6 +376,7 @@ Command = (
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 

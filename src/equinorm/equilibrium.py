@@ -15,6 +15,9 @@ The paper has sums where we have means, and r = batch · H_out · W_out · strid
 by the number of input elements leaves ρ = Π stride · size_out / size_in, which does not depend on the batch:
 a part of it can supply the statistics, and a batch of any size can be evaluated with them.
 
+Here is the method in plain torch operations, which `torch.compile` fuses. Run eagerly on CUDA, layers hand over
+to `kernels/equilibrium.py`.
+
 >>> layer = equinorm.nn.EquiNormConv2d(64, 128, 3, padding=1)     # for nn.Conv2d and its nn.BatchNorm2d
 """
 
@@ -30,6 +33,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .kernels.dispatch import kernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,8 +76,7 @@ def input_means(
     >>> v = input_means(torch.rand(32, 16, 8, 8), fraction=0.25)     # shape (16,), from 8 samples
     """
     if channel_dim > 0 and fraction < 1.0:
-        # less a hair, because 0.07 · 100 is a little above 7 in floating point
-        x = x[: math.ceil(fraction * x.shape[0] - 1e-9)]
+        x = x[: _samples(fraction, x.shape[0])]
     other_dims = [dim for dim in range(x.dim()) if dim != channel_dim]
     dtype = torch.promote_types(x.dtype, torch.float32)
     # a sum over no axes would be one over all
@@ -84,6 +88,11 @@ def input_means(
     packed = torch.cat([sums, torch.full((1,), count, dtype=dtype, device=x.device)])
     packed = _AllReduceSum.apply(packed, process_group)
     return packed[:-1] / packed[-1].clamp_min(1.0)
+
+
+def _samples(fraction: float, batch: int) -> int:
+    # less a hair, because 0.07 · 100 is a little above 7 in floating point
+    return math.ceil(fraction * batch - 1e-9)
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -168,21 +177,17 @@ def _usable_means(v: Tensor, eps: float) -> Tensor:
 
 
 def equilibrate(
-    weight: Tensor,
-    means: Tensor,
-    rho: float = 1.0,
-    groups: int = 1,
-    two_pass: bool = False,
-    eps: float = EPS,
+    weight: Tensor, means: Tensor, rho: float = 1.0, *, gain: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """w'' = s (w + b), the weights in equilibrium (section 4.1), in float32 or wider; see `shift_and_scale`.
+    """w'' = s (w + b), the weights in equilibrium (section 4.1), in float32 or wider; times a gain per output.
+
+    `options` are those of `shift_and_scale`: groups, two_pass and eps.
 
     >>> y = F.conv2d(x, equilibrate(weight, input_means(x)), padding=1)
     """
-    return _shifted_and_scaled(weight, *shift_and_scale(weight, means, rho, groups, two_pass, eps))
-
-
-def _shifted_and_scaled(weight: Tensor, b: Tensor, s: Tensor) -> Tensor:
+    b, s = shift_and_scale(weight, means, rho, **options)
+    if gain is not None:
+        s = s * gain
     per_output = (-1,) + (1,) * (weight.dim() - 1)
     return s.view(per_output) * (weight + b.view(per_output))
 
@@ -335,6 +340,8 @@ class _EquiNorm(nn.Module):
             return operation(self._rounded(self._effective_weight(self.running_mean, 1.0)))
         # as with SyncBatchNorm, processes wait for each other only while training
         group = self.process_group if self.training else None
+        if group is None and (fused := self._fused(x, rho)) is not None:
+            return fused
         means = input_means(x, self.stats_fraction, channel_dim, group)
         output = operation(self._rounded(self._effective_weight(means, rho)))
         if self.training and self.running_mean is not None and x.numel() > 0:
@@ -343,21 +350,21 @@ class _EquiNorm(nn.Module):
 
     def _effective_weight(self, means: Tensor, rho: float) -> Tensor:
         """gain · s (w + b), stored as `weight` is. With the gain in the weight the affine costs nothing."""
-        weight = self._output_first()
-        b, s = shift_and_scale(weight, means, rho, self._groups(), self.two_pass, self.eps)
-        if self.gain is not None:
-            s = s * self.gain
-        return self._as_stored(_shifted_and_scaled(weight, b, s))
+        options = {"groups": self._groups(), "two_pass": self.two_pass, "eps": self.eps}
+        return self._as_stored(equilibrate(self._output_first(), means, rho, gain=self.gain, **options))
 
     def _rounded(self, weight: Tensor) -> Tensor:
         """`weight` in the precision of the parameter; under autocast the operation rounds it further."""
-        device = self.weight.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if (torch.get_autocast_dtype(device) if autocast else self.weight.dtype) == torch.float16:
+        if self._operation_dtype() == torch.float16:
             # faint inputs make large weights, and an infinite weight makes NaN of every zero among the inputs
             largest = torch.finfo(torch.float16).max
             weight = weight.clamp(-largest, largest)
         return weight.to(self.weight.dtype)
+
+    def _operation_dtype(self) -> torch.dtype:
+        device = self.weight.device.type
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if autocast else self.weight.dtype
 
     @torch.no_grad()
     def _track(self, new: Tensor) -> None:
@@ -371,6 +378,34 @@ class _EquiNorm(nn.Module):
         # the count stays on the device: reading it would wait for it, and break a compiled graph
         part = 1 / self.num_batches_tracked.to(new.dtype) if self.momentum is None else self.momentum
         self.running_mean.copy_(self.running_mean.to(new.dtype).lerp(new, part))
+
+    # -- the same by the kernels for CUDA --------------------------------------------------------------------
+
+    def _fused(self, x: Tensor, rho: float) -> Tensor | None:
+        """The layer in a few kernels that read x once; None where they cannot be used.
+
+        Under autocast the statistics are those of the rounded inputs, which are what the operation sees.
+        """
+        found = kernels("equilibrium", x, self.weight, self.gain, self.bias, self.running_mean)
+        dtype = self._operation_dtype()
+        if found is None or x.numel() == 0 or {x.dtype, dtype, self.weight.dtype} - found.DTYPES:
+            return None
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            return None  # torch's own error is the better one
+        rows, operation = self._fused_operation(x, found)
+        if operation is None or found.axes(rows) is None or found.axes(self.weight) is None:
+            return None
+        samples = _samples(self.stats_fraction, x.shape[0]) * (rows.shape[0] // x.shape[0])
+        tracking = None
+        if self.training and self.running_mean is not None:
+            tracking = found.Tracking(self.running_mean, self.num_batches_tracked, self.momentum)
+        settings = found.Settings(operation, samples, rho, self.two_pass, self.eps, dtype)
+        y: Tensor = found.equinorm_layer(rows.to(dtype), self.weight, self.gain, self.bias, settings, tracking)
+        return y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
+        """(x as (batch, channels, ...), the operation in the words of the kernels); None where they have none."""
+        return x, None
 
     # -- to and from torch layers --------------------------------------------------------------------------
 
@@ -473,6 +508,7 @@ class _EquiNormConvNd(_EquiNorm):
     padding: str | tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    padding_mode: Any
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -504,6 +540,20 @@ class _EquiNormConvNd(_EquiNorm):
 
     def _groups(self) -> int:
         return self.groups
+
+    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
+        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        padding = self.padding
+        if padding == "valid":
+            padding = (0,) * len(reach)
+        elif padding == "same" and not any(r % 2 for r in reach):
+            padding = tuple(r // 2 for r in reach)
+        batched = x.dim() == len(reach) + 2
+        if not batched or isinstance(padding, str) or self.padding_mode != "zeros":
+            return x, None
+        if min(self._output_size(x.shape[2:])) < 1:
+            return x, None  # torch's own error, before the statistics have moved
+        return x, found.Convolution(self.stride, padding, self.dilation, self.groups)
 
 
 class EquiNormConv1d(_EquiNormConvNd, nn.Conv1d):
@@ -574,6 +624,9 @@ class EquiNormConvTranspose2d(_EquiNormConvNd, nn.ConvTranspose2d):
             lambda weight: F.conv_transpose2d(input, weight, self.bias, stride, padding, extra, self.groups, dilation),
         )
 
+    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
+        return x, None
+
     def _output_first(self) -> Tensor:
         return swap_channels(self.weight, self.groups)
 
@@ -600,3 +653,8 @@ class EquiNormLinear(_EquiNorm, nn.Linear):
                 f"{tuple(input.shape)}"
             )
         return self._normalized(input, input.dim() - 1, 1.0, lambda weight: F.linear(input, weight, self.bias))
+
+    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
+        if x.dim() < 2 or not x.is_contiguous():
+            return x, None
+        return x if x.dim() == 2 else x.view(-1, self.in_features), found.Linear()

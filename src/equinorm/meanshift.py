@@ -12,7 +12,7 @@ the mean cannot travel through the network, and no statistics are needed to stop
 The model gets the first two, the optimizer the others::
 
     print(equinorm.apply_mean_shift_rejection_(model))                # before the optimizer is made
-    optimizer = torch.optim.SGD(equinorm.parameter_groups(model), lr=0.4, momentum=0.9)
+    optimizer = torch.optim.SGD(parameter_groups(model), lr=0.4, momentum=0.9)
     handle = equinorm.MeanShiftRejection(model, optimizer).attach()   # acts in every optimizer.step()
     ...
     equinorm.fold_mean_shift_rejection_(model)                        # plain convolutions, same function
@@ -36,7 +36,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
+from .kernels.dispatch import kernels
 from .weightnorm import (
+    CONVOLUTIONS,
+    TRANSPOSED,
     LayerReport,
     Where,
     bake_weight_,
@@ -59,9 +62,6 @@ __all__ = [
     "parameter_groups",
     "zero_mean_init_",
 ]
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 DEFAULT_LOG_GAIN = math.log(0.5)
 """ruff2020 says 0.8 or less; with 0.5 a network of 54 residual blocks keeps its scale, with 0.8 it explodes."""
@@ -107,8 +107,12 @@ def centre_gradients_(parameters: Iterable[Tensor], z: float = 1.0) -> None:
 
 def luma_gradient(V: Tensor, luma: float | Tensor) -> Tensor:
     """The gradient of Σ_filters λ(‖V‖ - 1)²: 2λ(‖V‖ - 1) · V / ‖V‖ (ruff2020, 3.4); 0 for a filter of zeros."""
-    norm = filter_norm(V)
-    return 2 * luma * (norm - 1) * (V / norm.clamp_min(torch.finfo(norm.dtype).tiny))
+    return V * _luma_pull(filter_norm(V), luma)
+
+
+def _luma_pull(norm: Tensor, luma: float | Tensor) -> Tensor:
+    """What V of this norm is multiplied by in the gradient of LUMA."""
+    return torch.where(norm > 0, 2 * luma * (norm - 1) / norm, 0.0)
 
 
 class ScaledKernel(nn.Module):
@@ -116,6 +120,9 @@ class ScaledKernel(nn.Module):
 
     V is stored as the parametrization's `original`, which is the weight's own parameter object. A weight that
     is assigned is taken apart: V gets length 1, g the logarithm of what it had; a filter of zeros stays one.
+
+    On CUDA, under autocast and with gradients on, W is made in autocast's precision right away: the convolution
+    would round it to that next, and torch caches such a rounding for plain parameters only.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -124,7 +131,13 @@ class ScaledKernel(nn.Module):
         self.g = nn.Parameter(g.contiguous(), requires_grad=weight.requires_grad)
 
     def forward(self, V: Tensor) -> Tensor:
-        return self.g.exp() * V
+        found = kernels("meanshift", V, self.g)
+        if found is None or not found.dense(V):
+            return self.g.exp() * V
+        # parametrize.cached() may keep W for a place without autocast
+        rounded = torch.is_autocast_enabled("cuda") and torch.is_grad_enabled() and not parametrize._cache_enabled
+        W: Tensor = found.scaled_kernel(V, self.g, torch.get_autocast_dtype("cuda") if rounded else V.dtype)
+        return W
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         norm = filter_norm(weight)
@@ -166,7 +179,7 @@ def apply_mean_shift_rejection_(
     skipped: dict[str, str] = {}
     tied = tied_weights(model)
     for name, layer in model.named_modules():
-        if not isinstance(layer, (*_CONVOLUTIONS, *_TRANSPOSED)):
+        if not isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)):
             continue
         why = _why_not(layer) or why_not_parametrize(layer, tied)
         if layer is first:
@@ -187,14 +200,14 @@ def apply_mean_shift_rejection_(
 
 
 def _why_not(layer: nn.Module) -> str | None:
-    if isinstance(layer, _TRANSPOSED):
+    if isinstance(layer, TRANSPOSED):
         # With a stride, an output sees only part of the window, and that part need not sum to zero.
         return "a transposed convolution: a window that sums to zero does not make it reject a shift"
     return None if _is_spatial(layer) else "its window is a single point"
 
 
 def _is_spatial(layer: nn.Module) -> bool:
-    return isinstance(layer, _CONVOLUTIONS) and math.prod(layer.kernel_size) > 1
+    return isinstance(layer, CONVOLUTIONS) and math.prod(layer.kernel_size) > 1
 
 
 def _first_spatial(model: nn.Module, example_inputs: Any) -> nn.Module | None:
@@ -387,7 +400,9 @@ class MeanShiftRejection:
         for name, layer in layers.items():
             self._take(name, layer, groups)
         self.bias_step = 1.0 / max(len(self._biases), 1) if bias_step is None else bias_step
-        self._moved: list[tuple[Tensor, Tensor]] = []
+        self._before: list[Tensor] = []  # the biases before a step
+        self._adapter: Any = None
+        self._adapter_key: list[Any] = []
         self._handle: Removable | None = None
         self.steps = 0
         self._limited: Tensor | float = 0.0
@@ -424,31 +439,71 @@ class MeanShiftRejection:
     @torch.no_grad()
     def adapt_gradients_(self) -> None:
         """Points 1 to 3 above; what `attach` does before every step, for loops that do it by hand."""
-        centre_gradients_(self._kernels.values(), self.z)
-        gradients, steps, lengths = [], [], []
-        scale = getattr(self.optimizer, "grad_scale", None)  # set by GradScaler for optimizers that unscale
-        for group in self.optimizer.param_groups:
-            for V in group["params"]:
-                if V.grad is None:
-                    continue
-                gradients.append(V.grad)
-                if id(V) not in self._kernels:
-                    continue
-                exact = V.to(torch.promote_types(V.dtype, torch.float32))  # ‖V‖ - 1 is lost in half precision
-                if self.luma > 0.0:
-                    luma = -self.luma if group.get("maximize", False) else self.luma
-                    V.grad.add_(luma_gradient(exact, luma if scale is None else luma * scale))
-                steps.append(group["lr"] * torch.linalg.vector_norm(V.grad, dtype=exact.dtype))
-                lengths.append(torch.linalg.vector_norm(exact))
-        if self.max_step is not None and steps:
-            excess = _norm(steps) / (self.max_step * _norm(lengths))
-            if scale is not None:
-                excess = excess / scale
-            factor = excess.clamp_min(1.0).reciprocal()  # nothing is read on the host, so always multiplied
-            for gradient in gradients:
-                gradient.mul_(factor.to(gradient.device))
-            self._limited = self._limited + (excess > 1.0)
+        gradients: list[Tensor] = []
+        scaled: list[tuple[Tensor, int]] = []  # V and the number of its parameter group
+        for number, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                if p.grad is not None:
+                    gradients.append(p.grad)
+                    if id(p) in self._kernels:
+                        scaled.append((p, number))
+        if scaled and not self._adapt_fused_(scaled, gradients):
+            self._adapt_plain_(scaled, gradients)
         self.steps += 1
+
+    def _adapt_plain_(self, scaled: list[tuple[Tensor, int]], gradients: list[Tensor]) -> None:
+        groups, scale = self.optimizer.param_groups, self._grad_scale()
+        centre_gradients_([V for V, _ in scaled], self.z)
+        steps, lengths = [], []
+        for V, number in scaled:
+            assert V.grad is not None
+            exact = V.to(torch.promote_types(V.dtype, torch.float32))  # ‖V‖ - 1 is lost in half precision
+            norm = filter_norm(exact)
+            if self.luma > 0.0:
+                luma = -self.luma if groups[number].get("maximize", False) else self.luma
+                V.grad.addcmul_(exact, _luma_pull(norm, luma if scale is None else luma * scale))
+            steps.append(groups[number]["lr"] * torch.linalg.vector_norm(V.grad, dtype=exact.dtype))
+            lengths.append(torch.linalg.vector_norm(norm))
+        if self.max_step is None:
+            return
+        excess = _norm(steps) / (self.max_step * _norm(lengths))
+        if scale is not None:
+            excess = excess / scale
+        factor = excess.clamp_min(1.0).reciprocal()  # nothing is read on the host, so always multiplied
+        for device in {gradient.device for gradient in gradients}:
+            here = [gradient for gradient in gradients if gradient.device == device]
+            torch._foreach_mul_(here, factor.to(device))
+        self._limited_count(excess.device).add_(excess > 1.0)
+
+    def _adapt_fused_(self, scaled: list[tuple[Tensor, int]], gradients: list[Tensor]) -> bool:
+        """The same in three launches on CUDA; False, and nothing done, where they cannot be used."""
+        groups, scale = self.optimizer.param_groups, self._grad_scale()
+        found = kernels("meanshift", *(V for V, _ in scaled), *gradients, scale)
+        if found is None or not all(map(found.dense, gradients)):
+            return False
+        if not all(found.dense(V) and V.grad is not None and V.grad.stride() == V.stride() for V, _ in scaled):
+            return False
+        all_kernels = [found.Kernel(V, i, -1.0 if groups[i].get("maximize", False) else 1.0) for V, i in scaled]
+        key = [(id(V), sign, *kernel.layout) for kernel in all_kernels for V, _, sign in (kernel,)]
+        key += [(gradient.dtype, gradient.numel()) for gradient in gradients]
+        if key != self._adapter_key:
+            self._adapter, self._adapter_key = found.GradientAdapter(all_kernels, gradients), key
+        self._adapter.adapt_(self.z, self.luma, scale)
+        if self.max_step is not None:
+            rates = [group["lr"] for group in groups]
+            limited = self._limited_count(gradients[0].device)
+            self._adapter.limit_(gradients, self.max_step, rates, scale, limited)
+        return True
+
+    def _grad_scale(self) -> Tensor | None:
+        """The factor that gradients come with; GradScaler sets it for optimizers that unscale them."""
+        return getattr(self.optimizer, "grad_scale", None)
+
+    def _limited_count(self, device: torch.device) -> Tensor:
+        """How many steps were limited, as a tensor that stays where it is, for a captured step to count in."""
+        if not isinstance(self._limited, Tensor) or self._limited.device != device:
+            self._limited = torch.full((), self.limited, dtype=torch.float32, device=device)
+        return self._limited
 
     def attach(self) -> Removable:
         """Act in every `optimizer.step()` from now on; `remove()` what is returned to stop."""
@@ -470,7 +525,7 @@ class MeanShiftRejection:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.bias_step != 1.0:
-            self._moved = [(b, b.detach().clone()) for b in self._biases]
+            self._remember_biases()
         # `args` begins with the optimizer itself
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -487,10 +542,17 @@ class MeanShiftRejection:
         return (args[0], adapted, *args[2:]), kwargs
 
     @torch.no_grad()
+    def _remember_biases(self) -> None:
+        if [(b.device, b.dtype) for b in self._before] != [(b.device, b.dtype) for b in self._biases]:
+            self._before = [torch.empty_like(bias) for bias in self._biases]
+        if self._biases:
+            torch._foreach_copy_(self._before, self._biases)
+
+    @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
-        for bias, before in self._moved:
-            bias.copy_(torch.lerp(before, bias, self.bias_step))
-        self._moved = []
+        if self.bias_step != 1.0 and self._biases:
+            torch._foreach_lerp_(self._before, self._biases, self.bias_step)
+            torch._foreach_copy_(self._biases, self._before)
 
     def state_dict(self) -> dict[str, Any]:
         """The settings, how many steps there were and how many of them were limited."""

@@ -220,7 +220,7 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
     kind: dict[str, Any] = {"fused": True} if on_gpu else {"foreach": True}
     filled = [group for group in groups if group["params"]]
     if spec.name == "adam":
-        return torch.optim.Adam(filled, lr=spec.lr, **kind, **({"capturable": True} if on_gpu else {}))
+        return torch.optim.Adam(filled, lr=spec.lr, capturable=on_gpu, **kind)
     if spec.name != "sgd":
         raise ValueError(f"unknown optimizer {spec.name!r}; there are sgd and adam")
     return torch.optim.SGD(filled, lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind)

@@ -1,0 +1,355 @@
+"""What the records say about an artifact: numbers with n and spread beside the paper's, and which claims hold.
+
+Nothing here reads or writes files. The rules:
+
+- A number is the mean of the finished runs, or their median where the paper draws medians (`artifact.band`).
+- It is reproduced if it is within the cell's (or else the artifact's) tolerance of the paper's number.
+- Diverged runs are counted and shown, and are in no mean. A cell whose runs all diverged is NaN for claims, and is not
+  reproduced, unless the paper's own number is NaN, which stands for "the paper says that it diverges".
+- A claim is reproduced if it holds for those numbers, and not run if a cell it looks at was not run.
+- Toy results have no verdicts: they show that the code runs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from ..artifacts import Artifact, Cell
+from ..store import Computed, Record
+
+__all__ = ["VERDICTS", "Gain", "Gains", "Judged", "Number", "Result", "Verdict", "evaluate", "gains", "metric_of"]
+
+Verdict = Literal["reproduced", "in part", "not reproduced", "not run", "measured", "toy"]
+VERDICTS: tuple[Verdict, ...] = ("reproduced", "in part", "not reproduced", "not run", "measured", "toy")
+
+
+def metric_of(values: Mapping[str, Any], metric: str) -> float | None:
+    """A metric by name, or by path ("filters.mean"); None if it is missing or not a finite number."""
+    found: Any = values
+    for part in metric.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        return None
+    return float(found)
+
+
+@dataclass(frozen=True)
+class Number:
+    """One cell: what its runs gave, and how that compares."""
+
+    cell: Cell
+    artifact: Artifact
+    records: tuple[Record, ...]  # of the runs that have ended
+    computed: float | None = None  # the value of a cell without runs
+    toy: bool = False
+
+    @cached_property
+    def values(self) -> tuple[float, ...]:
+        """The final metric of every finished run that has it."""
+        if not self.cell.runs:
+            return () if self.computed is None or not math.isfinite(self.computed) else (self.computed,)
+        found = (_final(record, self.artifact.metric) for record in self.records if record.status == "finished")
+        return tuple(value for value in found if value is not None)
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def wanted(self) -> int:
+        return len(self.cell.runs) or 1
+
+    @cached_property
+    def diverged(self) -> int:
+        if not self.cell.runs:
+            return int(self.computed is not None and not math.isfinite(self.computed))
+        return sum(record.status == "diverged" for record in self.records)
+
+    @property
+    def was_run(self) -> bool:
+        return bool(self.n or self.diverged)
+
+    @cached_property
+    def value(self) -> float:
+        """Mean or median; NaN if nothing was run, or all of it diverged."""
+        if not self.values:
+            return math.nan
+        middle = statistics.median if self.artifact.band == "quartiles" else statistics.fmean
+        return float(middle(self.values))
+
+    @cached_property
+    def low_high(self) -> tuple[float, float] | None:
+        """Mean ± standard deviation, or the quartiles; None with fewer than two runs."""
+        if self.n < 2:
+            return None
+        if self.artifact.band == "quartiles":
+            low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+            return low, high
+        deviation = statistics.stdev(self.values)
+        return self.value - deviation, self.value + deviation
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        paper = self.cell.paper
+        if paper is None or not math.isfinite(paper) or not self.values or self.toy:
+            return None
+        return self.value - paper
+
+    @property
+    def tolerance(self) -> float:
+        return self.artifact.tolerance if self.cell.tolerance is None else self.cell.tolerance
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.was_run:
+            return "not run"
+        if self.toy:
+            return "toy"
+        if self.cell.paper is None:
+            return "measured"
+        if math.isnan(self.cell.paper):
+            return "not reproduced" if self.values else "reproduced"
+        # a little room, so that 0.1 + 0.2 is within 0.3
+        close = self.difference is not None and abs(self.difference) <= self.tolerance + 1e-9
+        return "reproduced" if close else "not reproduced"
+
+    @property
+    def seconds(self) -> float | None:
+        """The median time of a run that finished."""
+        times = [metric_of(r.final, "seconds") for r in self.records if r.status == "finished"]
+        known = [t for t in times if t is not None]
+        return statistics.median(known) if known else None
+
+
+def _final(record: Record, metric: str) -> float | None:
+    value = metric_of(record.final, metric)
+    if value is None and record.epochs:
+        value = metric_of(record.epochs[-1], metric)
+    return value
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim and what became of it."""
+
+    text: str
+    verdict: Verdict
+    note: str = ""  # how many runs it rests on, which cells diverged or are missing
+
+
+@dataclass(frozen=True)
+class Result:
+    """An artifact with everything that is known about it."""
+
+    artifact: Artifact
+    numbers: tuple[Number, ...]
+    claims: tuple[Judged, ...]
+    computed: Computed | None = None
+    toy: bool = False
+
+    @property
+    def paper(self) -> str:
+        return self.artifact.name.partition("/")[0]
+
+    @cached_property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(number.cell.row for number in self.numbers))
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(number.cell.column for number in self.numbers))
+
+    @cached_property
+    def by_cell(self) -> dict[tuple[str, str], Number]:
+        return {(number.cell.row, number.cell.column): number for number in self.numbers}
+
+    @property
+    def form(self) -> Literal["list", "matrix", "folded list"]:
+        """How the numbers are best read: one below the other, or methods × columns; a long, sparse list is folded."""
+        if len(self.numbers) <= 12 or len(self.columns) < 2:
+            return "list"
+        return "matrix" if len(self.numbers) > 0.6 * len(self.rows) * len(self.columns) else "folded list"
+
+    @property
+    def was_run(self) -> bool:
+        return self.computed is not None or any(number.was_run for number in self.numbers)
+
+    @cached_property
+    def records(self) -> tuple[Record, ...]:
+        """Every record behind the artifact, each once."""
+        return tuple({r.run.key: r for number in self.numbers for r in number.records}.values())
+
+    @property
+    def wanted(self) -> int:
+        """How many runs there are to do in all."""
+        return len(self.artifact.runs())
+
+    def count(self, verdict: Verdict) -> int:
+        """How many of the numbers that the paper prints have this verdict."""
+        return sum(number.verdict == verdict for number in self.numbers if number.cell.paper is not None)
+
+    def claims_that(self, verdict: Verdict) -> int:
+        return sum(claim.verdict == verdict for claim in self.claims)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the artifact as a whole: of the numbers and claims that were run, all are reproduced, some, or none."""
+        if not self.was_run:
+            return "not run"
+        if self.toy:
+            return "toy"
+        found = {n.verdict for n in self.numbers} | {c.verdict for c in self.claims}
+        if "not reproduced" in found:
+            return "in part" if "reproduced" in found else "not reproduced"
+        return "reproduced" if "reproduced" in found else "measured"
+
+
+def evaluate(
+    artifact: Artifact, records: Mapping[str, Record], computed: Computed | None = None, toy: bool = False
+) -> Result:
+    """Put the records of an artifact's runs, by their key, where they belong."""
+    values = {} if computed is None or artifact.compute is None else artifact.compute.cells(computed.data)
+    numbers = []
+    for cell in artifact.cells:
+        found = tuple(records[run.key] for run in cell.runs if run.key in records)
+        numbers.append(Number(cell, artifact, found, values.get((cell.row, cell.column)), toy))
+    known = {(number.cell.row, number.cell.column) for number in numbers}
+    for (row, column), value in values.items():  # what was computed and is no cell of the paper's table
+        if (row, column) not in known:
+            numbers.append(Number(Cell(row, column, ()), artifact, (), value, toy))
+    claims = tuple(_judge(artifact, claim.text, claim.holds, numbers, toy) for claim in artifact.claims)
+    return Result(artifact, tuple(numbers), claims, computed, toy)
+
+
+class _Watched(Mapping[tuple[str, str], float]):
+    """The values by (row, column); remembers which were looked at."""
+
+    def __init__(self, numbers: Sequence[Number]) -> None:
+        self._numbers = {(n.cell.row, n.cell.column): n for n in numbers if n.was_run}
+        self.seen: dict[tuple[str, str], Number] = {}
+
+    def __getitem__(self, key: tuple[str, str]) -> float:
+        number = self._numbers[key]
+        self.seen[key] = number
+        return number.value
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+def _judge(artifact: Artifact, text: str, holds: Any, numbers: Sequence[Number], toy: bool) -> Judged:
+    values = _Watched(numbers)
+    if not values:
+        return Judged(text, "not run")
+    try:
+        true = bool(holds(values))
+    except KeyError as error:
+        missing = error.args[0] if error.args else ""
+        place = " at ".join(map(str, missing)) if isinstance(missing, tuple) else str(missing)
+        return Judged(text, "not run", f"missing: {place}" if place else "")
+    except Exception as error:
+        raise RuntimeError(f"claim {text!r} of {artifact.name} failed: {type(error).__name__}: {error}") from error
+    return Judged(text, "toy" if toy else "reproduced" if true else "not reproduced", _evidence(values.seen.values()))
+
+
+def _evidence(seen: Any) -> str:
+    """What a claim rests on, where that is not simply all of the runs."""
+    notes = []
+    short = [number for number in seen if number.n + number.diverged < number.wanted]
+    if short:
+        least = min(short, key=lambda number: number.n + number.diverged)
+        notes.append(f"some runs are missing, n = {least.n} of {least.wanted} at the least")
+    lost = [f"{number.cell.row} at {number.cell.column}" for number in seen if not number.values]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        notes.append(f"diverged: {'; '.join(lost[:3])}{more}")
+    return ". ".join(notes)
+
+
+# -- which method helps, and at what cost ------------------------------------------------------------------------------
+
+_BASELINE = re.compile(r"(baseline|no norm\w*|none|standard|normal)\b(?!.*\+)", re.I)
+_BATCH_NORM = re.compile(r"(bn|batch ?norm\w*|batch normali[sz]ation)\b(?!.*\+)", re.I)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A method against a reference of the same artifact, over the columns where both were run."""
+
+    row: str
+    reference: str
+    points: tuple[float, ...]  # differences, where both have a value
+    rescued: int  # columns where only the reference diverged
+    lost: int  # columns where only the method diverged
+    slowdown: float | None  # times as long per run, on the same hardware
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.points) if self.points else math.nan
+
+    @property
+    def score(self) -> float:
+        """For ranking: a column that only one of the two survives counts like ten points."""
+        total = sum(self.points) + 10.0 * (self.rescued - self.lost)
+        return total / (len(self.points) + self.rescued + self.lost)
+
+
+@dataclass(frozen=True)
+class Gains:
+    """A method against the two references; None where there is none, or it is the method itself."""
+
+    baseline: Gain | None
+    batch_norm: Gain | None
+
+    @property
+    def first(self) -> Gain | None:
+        """Against the baseline, if there is one."""
+        return self.baseline or self.batch_norm
+
+
+def gains(result: Result) -> dict[str, Gains]:
+    """Of every method: what it gains on the baseline and on BatchNorm, where the artifact has those rows.
+
+    Only where more is better: accuracies of trained nets. Toy runs are not compared.
+    """
+    if not result.artifact.metric.endswith("accuracy") or not result.records or result.toy:
+        return {}
+    baseline, batch_norm = (
+        next((row for row in result.rows if pattern.match(row)), None) for pattern in (_BASELINE, _BATCH_NORM)
+    )
+    pairs = {row: Gains(_gain(result, row, baseline), _gain(result, row, batch_norm)) for row in result.rows}
+    return {row: found for row, found in pairs.items() if found.first is not None}
+
+
+def _gain(result: Result, row: str, reference: str | None) -> Gain | None:
+    if reference is None or reference == row:
+        return None
+    points, ratios, rescued, lost = [], [], 0, 0
+    for column in result.columns:
+        ours, theirs = (result.by_cell.get((name, column)) for name in (row, reference))
+        if ours is None or theirs is None or not ours.was_run or not theirs.was_run:
+            continue
+        if ours.values and theirs.values:
+            points.append(ours.value - theirs.value)
+            if ours.seconds and theirs.seconds and _hardware(ours) == _hardware(theirs):
+                ratios.append(ours.seconds / theirs.seconds)
+        rescued += bool(ours.values and not theirs.values)
+        lost += bool(theirs.values and not ours.values)
+    if not (points or rescued or lost):
+        return None
+    slowdown = statistics.median(ratios) if ratios else None
+    return Gain(row, reference, tuple(points), rescued, lost, slowdown)
+
+
+def _hardware(number: Number) -> set[str]:
+    return {str(record.about.get("hardware")) for record in number.records}

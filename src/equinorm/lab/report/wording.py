@@ -1,0 +1,310 @@
+"""Numbers and facts as text: what the Markdown report and the page both say, without the mark-up of either."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..store import Record
+from .results import Gain, Gains, Number, Result, Verdict, gains, metric_of
+
+__all__ = [
+    "LEGEND",
+    "MARKS",
+    "NONE",
+    "TOY",
+    "Glance",
+    "Provenance",
+    "capital",
+    "caption",
+    "counts",
+    "difference",
+    "duration",
+    "gain",
+    "glance",
+    "glances",
+    "measured",
+    "n",
+    "paper",
+    "provenance",
+    "signed",
+    "slowdown",
+    "slug",
+    "summary",
+    "value",
+]
+
+MARKS: dict[Verdict, str] = {
+    "reproduced": "✓",
+    "in part": "◐",
+    "not reproduced": "✗",
+    "not run": "",
+    "measured": "",
+    "toy": "",
+}
+_DECIDED: tuple[Verdict, Verdict] = ("reproduced", "not reproduced")
+NONE = "\N{EN DASH}"
+_MINUS = "\N{MINUS SIGN}"
+
+LEGEND = (
+    "✓ reproduced: within the tolerance, which stands in brackets after the difference. ✗ not reproduced. ◐ in part. "
+    "Diverged runs are counted, and are in no mean. Gains are in points of accuracy: the mean over the columns of a "
+    "table or figure, and the range; those within the spread of the runs mean little. Costs are the median time of a "
+    "run, as logged."
+)
+TOY = (
+    "Every run here was shrunk to seconds on the embedded digits, to show that the code runs. No number here says "
+    "anything about a method."
+)
+
+
+def slug(name: str) -> str:
+    """The name of an artifact in files and links."""
+    return name.replace("/", "-")
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def value(number: float, unit: str) -> str:
+    """54.63, 1,048,576 or 0.00123: two decimals for percentages, four digits for anything else."""
+    if not math.isfinite(number):
+        return NONE
+    if unit == "%":
+        text = f"{number:.2f}"
+    elif number == int(number) and abs(number) < 1e15:
+        text = f"{int(number):,}"
+    else:
+        text = f"{number:,.1f}" if abs(number) >= 1000 else f"{number:.4g}"
+    if not text.strip("-0.,"):
+        text = text.lstrip("-")  # no "-0.00"
+    return text.replace("-", _MINUS)
+
+
+def signed(number: float, unit: str = "%") -> str:
+    return ("+" if number >= 0 else "") + value(number, unit)
+
+
+def measured(number: Number) -> str:
+    """Ours with its spread: "54.63 ± 0.15", "54.6 [54.4, 54.9]", "diverged (5)" or "not run"."""
+    unit = number.artifact.unit
+    if not number.values:
+        return f"diverged ({number.diverged})" if number.diverged else "not run"
+    text = value(number.value, unit)
+    if number.low_high is not None:
+        low, high = number.low_high
+        quartiles = number.artifact.band == "quartiles"
+        text += f" [{value(low, unit)}, {value(high, unit)}]" if quartiles else f" ± {value(high - number.value, unit)}"
+    return text
+
+
+def n(number: Number) -> str:
+    """How many runs a number rests on: "5", "3 of 5", "4, 1 diverged"."""
+    if not number.cell.runs:
+        return "computed" if number.was_run else NONE
+    if not number.was_run:
+        return f"0 of {number.wanted}"
+    ended = number.n + number.diverged
+    text = f"{number.n}" if ended == number.wanted else f"{number.n} of {number.wanted}"
+    return f"{text}, {number.diverged} diverged" if number.diverged else text
+
+
+def paper(number: Number) -> str:
+    """What the paper prints."""
+    cell = number.cell
+    if cell.paper is None:
+        return NONE
+    if math.isnan(cell.paper):
+        return "diverged"
+    large = cell.paper == int(cell.paper) and abs(cell.paper) >= 1e5
+    text = f"{int(cell.paper):,}" if large else f"{cell.paper:.6g}"
+    text = text.replace("-", _MINUS)
+    return text if cell.paper_spread is None else f"{text} ± {cell.paper_spread:g}"
+
+
+def difference(number: Number) -> str:
+    """Ours minus the paper's, with what counts as reproduced."""
+    if number.difference is None:
+        return NONE
+    return f"{signed(number.difference, number.artifact.unit)} (±{number.tolerance:g})"
+
+
+def caption(result: Result) -> str:
+    """What the numbers of an artifact are: "Test accuracy in %, mean ± standard deviation"."""
+    artifact = result.artifact
+    if not result.records:
+        return f"Computed{f', in {artifact.unit}' if artifact.unit else ''}"
+    unit = f" in {artifact.unit}" if artifact.unit else ""
+    middle = "median [quartiles]" if artifact.band == "quartiles" else "mean ± standard deviation"
+    return capital(f"{re.sub('[_.]', ' ', artifact.metric)}{unit}, {middle}")
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def duration(seconds: float) -> str:
+    """4.1 s, 12 min, 3.4 h."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+
+
+def counts(result: Result) -> str:
+    """ "10 of 12 numbers and 5 of 6 claims reproduced", of those that were run."""
+    if not result.was_run:
+        return "not run"
+    if result.toy:
+        return "toy, no verdict"
+    parts = []
+    pairs = (
+        ("number", result.count("reproduced"), result.count("not reproduced")),
+        ("claim", result.claims_that("reproduced"), result.claims_that("not reproduced")),
+    )
+    for name, good, bad in pairs:
+        if good + bad:
+            parts.append(f"{good} of {good + bad} {name}{'s' * (good + bad != 1)}")
+    return " and ".join(parts) + " reproduced" if parts else "measured; the paper prints no number to compare with"
+
+
+# -- which method helps ------------------------------------------------------------------------------------------------
+
+
+def gain(found: Gain | None) -> str:
+    """ "+2.10 (-0.20 to +3.90)": the mean over columns and its range; and where only one of the two trains."""
+    if found is None:
+        return NONE
+    parts = []
+    if found.points:
+        text = signed(found.mean)
+        if len(found.points) > 1:
+            text += f" ({signed(min(found.points))} to {signed(max(found.points))})"
+        parts.append(text)
+    if found.rescued:
+        parts.append(f"trains in {found.rescued} where {found.reference} diverges")
+    if found.lost:
+        parts.append(f"diverges in {found.lost} where {found.reference} trains")
+    return "; ".join(parts)
+
+
+def slowdown(found: Gain | None) -> str:
+    return NONE if found is None or found.slowdown is None else f"{found.slowdown:.2f} times {found.reference}"
+
+
+@dataclass(frozen=True)
+class Glance:
+    """A line of the first table: the best method of an artifact, by how much, and at what cost."""
+
+    result: Result
+    best: str
+    gains: Gains
+    cost: str
+    peers: tuple[str, ...] = ()  # methods that differ from the best by less than its spread
+
+    @property
+    def also(self) -> str:
+        return f", and within the spread {', '.join(self.peers)}" if self.peers else ""
+
+
+def glance(result: Result) -> Glance:
+    """All methods are compared with one reference: the baseline or, where there is none, BatchNorm."""
+    found = gains(result)
+    against = {row: both.baseline for row, both in found.items() if both.baseline is not None}
+    against = against or {row: both.batch_norm for row, both in found.items() if both.batch_norm is not None}
+    if not against:
+        return Glance(result, NONE, Gains(None, None), _cost(result.numbers))
+    scores = {row: gain.score for row, gain in against.items()}
+    scores[next(iter(against.values())).reference] = 0.0
+    best = max(scores, key=lambda row: scores[row])
+    own = [number for number in result.numbers if number.cell.row == best]
+    near = tuple(row for row in scores if row != best and scores[row] > scores[best] - _spread(own))
+    both = found.get(best, Gains(None, None))
+    cost = ", ".join(text for text in (_cost(own), slowdown(both.first)) if text != NONE) or NONE
+    return Glance(result, best, both, cost, near)
+
+
+def _spread(numbers: Iterable[Number]) -> float:
+    """Half the width of the typical band."""
+    widths = [(number.low_high[1] - number.low_high[0]) / 2 for number in numbers if number.low_high is not None]
+    return statistics.fmean(widths) if widths else 0.0
+
+
+def _cost(numbers: Iterable[Number]) -> str:
+    times = [number.seconds for number in numbers]
+    known = [seconds for seconds in times if seconds is not None]
+    return f"{duration(statistics.median(known))} a run" if known else NONE
+
+
+def glances(results: Sequence[Result]) -> list[Glance]:
+    """Of all that was run; comparisons of methods first."""
+    return sorted((glance(result) for result in results if result.was_run), key=lambda found: found.best == NONE)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """One sentence on the whole."""
+    run = [result for result in results if result.was_run]
+    if not run:
+        return f"None of the {len(results)} tables and figures has been run yet."
+    runs = len({record.run.key for result in run for record in result.records})
+    if any(result.toy for result in run):
+        return f"{len(run)} of {len(results)} tables and figures were run at toy size, {runs} runs."
+    good, bad = (sum(result.count(verdict) for result in run) for verdict in _DECIDED)
+    holds, fails = (sum(result.claims_that(verdict) for result in run) for verdict in _DECIDED)
+    return (
+        f"{len(run)} of {len(results)} tables and figures have been run, {runs:,} runs in all. Of the numbers that the "
+        f"papers print {good} of {good + bad} are reproduced, of what the papers claim {holds} of {holds + fails}."
+    )
+
+
+# -- where numbers come from -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Hardware, versions, commits and time behind an artifact."""
+
+    runs: str
+    hardware: str
+    versions: str
+    commits: str
+    seconds: str
+
+    @property
+    def sentence(self) -> str:
+        parts = (self.runs, self.seconds, self.hardware, self.versions, self.commits)
+        return "; ".join(part for part in parts if part)
+
+
+def provenance(result: Result) -> Provenance:
+    abouts = [record.about for record in result.records]
+    if result.computed is not None:
+        abouts.append(result.computed.about)
+    hardware = _several(_plain(about.get("hardware")) for about in abouts)
+    versions = _several(_plain(about.get("versions")) for about in abouts)
+    commits = _several(_plain(about.get("commit")) for about in abouts)
+    done = f"{len(result.records)} of {result.wanted} runs" if result.wanted else "computed"
+    return Provenance(done, hardware, versions, commits and f"commit {commits}", _total(result.records))
+
+
+def _total(records: Sequence[Record]) -> str:
+    times = [metric_of(record.final, "seconds") for record in records]
+    known = [seconds for seconds in times if seconds is not None]
+    return f"{duration(sum(known))} in all, {duration(statistics.median(known))} a run" if known else ""
+
+
+def _plain(found: object) -> str:
+    if isinstance(found, dict):
+        return " ".join(f"{key} {item}" for key, item in found.items() if item is not None)
+    return "" if found is None else str(found)
+
+
+def _several(texts: Iterable[str]) -> str:
+    """Distinct texts, the most frequent first; with counts if there are several."""
+    found = Counter(text for text in texts if text)
+    if len(found) < 2:
+        return "".join(found)
+    return ", ".join(f"{text} ({count} runs)" for text, count in found.most_common())

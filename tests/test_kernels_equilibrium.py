@@ -1,0 +1,375 @@
+"""EquiNorm's kernels against their plain twins, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import equinorm.equilibrium
+from equinorm.equilibrium import equilibrate
+from equinorm.kernels import dispatch
+from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
+from triton_interpreter import interpreted
+
+fused = interpreted("equilibrium")
+small = interpreted("equilibrium")
+# blocks so small that every loop runs several times
+small.TILE, small.PROGRAMS, small.WEIGHT_TILE, small.CHUNKS = 64, 4, 32, 2
+any_blocks = st.sampled_from([fused, small])
+# the interpreter is slow, and shrinking an example runs it many times
+quick = settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, tolerance: float = 2e-5) -> None:
+    """Equal up to `tolerance` times the largest number in sight."""
+    assert (actual is None) == (expected is None)
+    if actual is None or expected is None:
+        return
+    assert actual.shape == expected.shape
+    scale = max(1.0, float(expected.detach().abs().max()))  # less is what is left where terms cancel
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance * scale)
+
+
+def laid_out(x: Tensor, channels_last: bool) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.to(memory_format=formats[x.dim()]) if channels_last and x.dim() in formats else x
+
+
+dtypes = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+
+
+@quick
+@given(
+    any_blocks,
+    st.integers(1, 9),
+    st.integers(1, 70),
+    st.lists(st.integers(1, 7), max_size=3),
+    st.booleans(),
+    dtypes,
+    st.integers(0, 99),
+)
+def test_sums_and_additions_per_channel(
+    kernels: Any, batch: int, channels: int, sizes: list[int], last: bool, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = laid_out(torch.rand(batch, channels, *sizes).to(dtype), last)
+    over = [axis for axis in range(x.dim()) if axis != 1]
+    assert_close(kernels.channel_sums(x, 3), x.double().sum(over) / 3, 1e-6)
+    values = torch.randn(channels)
+    expected = x.double() + values.double().view(-1, *(1,) * len(sizes))
+    part = batch // 2 + 1
+    y = x.clone()
+    assert kernels.add_per_channel_(y[:part], values).data_ptr() == y.data_ptr()
+    assert y.stride() == x.stride()
+    assert_close(y[:part], expected[:part], torch.finfo(dtype).eps)
+    assert torch.equal(y[part:], x[part:])
+
+
+def test_layouts() -> None:
+    x = torch.rand(3, 4, 5, 6)
+    assert fused.axes(x) == (3, 4, 30)
+    assert fused.axes(x.to(memory_format=torch.channels_last)) == (90, 4, 1)
+    assert fused.axes(x[:2]) == (2, 4, 30)
+    assert fused.axes(x[:, :2]) is None
+    assert fused.axes(x.transpose(2, 3)) is None
+    assert fused.axes(torch.rand(5, 7)) == (5, 7, 1)
+    crossed = torch.rand(5, 6, 4).transpose(1, 2)[None]  # neither: added to all the same
+    y = crossed.clone(memory_format=torch.preserve_format)
+    assert fused.axes(y) is None
+    assert_close(fused.add_per_channel_(y, torch.arange(5.0)), crossed + torch.arange(5.0).view(-1, 1, 1))
+
+
+# -- the weights ---------------------------------------------------------------------------------------------
+
+
+def one_sign(w: Tensor) -> None:
+    w[::2] = w[::2].abs()
+
+
+def some_zero(w: Tensor) -> None:
+    w[0] = 0.0
+
+
+WEIGHTS = {"random": lambda w: None, "some of one sign": one_sign, "a zero": some_zero}
+MEANS = {
+    "positive": lambda v: v,
+    "some negative": lambda v: torch.where(torch.arange(v.numel()) % 3 == 0, -0.1 * v, v),
+    "zero": lambda v: 0 * v,
+    "cancelling": lambda v: torch.where(torch.arange(v.numel()) % 2 == 0, 0.5, -0.5),
+}
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> dict[str, Any]:
+    """A weight of any shape: odd sizes, 1 × 1, depthwise, grouped; and what goes with it."""
+    torch.manual_seed(draw(st.integers(0, 999)))
+    groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    window = draw(st.lists(st.integers(1, 3), max_size=3))
+    inputs = draw(st.integers(1 if math.prod(window) > 1 else 2, 9) | st.just(17))
+    outputs = draw(st.integers(1, 3))
+    weight = torch.randn(groups * outputs, inputs, *window)
+    WEIGHTS[draw(st.sampled_from(list(WEIGHTS)))](weight)
+    means = MEANS[draw(st.sampled_from(["positive", *MEANS]))](torch.rand(groups * inputs) + 0.1)
+    return {
+        "weight": laid_out(weight, draw(st.booleans())),
+        "means": means,
+        "gain": torch.rand(groups * outputs) + 0.5 if draw(st.booleans()) else None,
+        "groups": groups,
+        "two_pass": draw(st.booleans()),
+        "rho": draw(st.sampled_from([1.0, 0.8, 2.25])),
+    }
+
+
+@quick
+@given(any_blocks, weights(), dtypes)
+def test_weights_in_equilibrium_and_their_gradients(kernels: Any, drawn: dict[str, Any], dtype: torch.dtype) -> None:
+    operation = kernels.Convolution((1,), (0,), (1,), drawn["groups"])
+    options = {"rho": drawn["rho"], "two_pass": drawn["two_pass"]}
+    told = kernels.Settings(operation, samples=1, dtype=dtype, **options)
+    weight, means, gain = drawn["weight"], drawn["means"], drawn["gain"]
+    w, stats = kernels.transform_weight(weight, means, gain, told)
+    assert w.dtype == dtype
+    assert w.stride() == weight.stride()
+
+    exact = [t if t is None else t.double().requires_grad_() for t in (weight, means, gain)]
+    expected = equilibrate(exact[0], exact[1], groups=drawn["groups"], gain=exact[2], **options)
+    assert_close(w, expected.detach().clamp(-65504, 65504), TOLERANCE[dtype])
+
+    direction = torch.randn_like(expected).to(dtype)
+    wanted = torch.autograd.grad(expected, [t for t in exact if t is not None], direction.double())
+    found = kernels.transform_weight_backward(direction, weight, means, gain, stats, told, count=4)
+    assert found[0].stride() == weight.stride()
+    assert_close(found[0], wanted[0], 1e-4)
+    assert_close(found[2], wanted[1] / 4, 1e-4)
+    assert_close(found[1], wanted[2] if gain is not None else None, 1e-4)
+
+
+def test_large_weights_saturate_in_half_precision() -> None:
+    """An infinite weight makes NaN of every zero among the inputs."""
+    told = fused.Settings(fused.Linear(), samples=1, dtype=torch.float16)
+    w, _ = fused.transform_weight(torch.randn(3, 4), torch.full((4,), 1e-9), None, told)
+    assert w.isfinite().all()
+    assert w.abs().max() == torch.finfo(torch.float16).max
+
+
+# -- the layers ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
+    """A layer and its input."""
+    torch.manual_seed(draw(st.integers(0, 999)))
+    options = {
+        "two_pass": draw(st.booleans()),
+        "stats_fraction": draw(st.sampled_from([1.0, 0.5, 0.3])),
+        "momentum": draw(st.sampled_from([0.1, 0.7, None])),
+        "affine": draw(st.sampled_from([True, True, False])),
+    }
+    axes, batch = draw(st.integers(0, 3)), draw(st.integers(1, 5))
+    if axes == 0:
+        middle = draw(st.lists(st.integers(1, 3), max_size=2))
+        layer: Any = EquiNormLinear(draw(st.integers(2, 9)), draw(st.integers(1, 9)), **options)
+        return layer, torch.rand(batch, *middle, layer.in_features)
+    kernel = tuple(draw(st.integers(1, 3)) for _ in range(axes))
+    groups = draw(st.integers(1, 3))
+    inputs = draw(st.integers(1 if math.prod(kernel) > 1 else 2, 4))
+    last = draw(st.booleans())
+    layer = [EquiNormConv1d, EquiNormConv2d, EquiNormConv3d][axes - 1](
+        groups * inputs,
+        groups * draw(st.integers(1, 3)),
+        kernel,
+        stride=tuple(draw(st.integers(1, 2)) for _ in range(axes)),
+        padding=tuple(draw(st.integers(0, 1)) for _ in range(axes)),
+        dilation=tuple(draw(st.integers(1, 2)) for _ in range(axes)),
+        groups=groups,
+        bias=draw(st.booleans()),
+        **options,
+    )
+    if last and axes > 1:
+        layer = layer.to(memory_format=torch.channels_last if axes == 2 else torch.channels_last_3d)
+    sizes = [draw(st.integers(5, 7 if axes < 3 else 5)) for _ in range(axes)]
+    return layer, laid_out(torch.rand(batch, groups * inputs, *sizes), last)
+
+
+def outcome(layer: Any, x: Tensor, module: Any, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    """Output, gradients of input and parameters, and the running statistics; through `module` if there is one."""
+    layer, x = copy.deepcopy(layer), x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    calls = []
+
+    def kernels(*_: Any) -> Any:
+        calls.append(1)
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(equinorm.equilibrium, "kernels", kernels)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            y = layer(x)
+    assert calls
+    assert ("_LayerBackward" in str(y.grad_fn) or "ViewBackward" in str(y.grad_fn)) or module is None
+    torch.manual_seed(5)
+    y.backward(torch.randn(y.shape).to(y.dtype))
+    return [y, x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
+
+
+@quick
+@given(any_blocks, layers())
+def test_layers_do_the_same(kernels: Any, drawn: tuple[Any, Tensor]) -> None:
+    layer, x = drawn
+    with torch.no_grad():
+        for p in (layer.gain, layer.bias):
+            if p is not None:
+                p.uniform_(0.5, 1.5)
+    for actual, expected in zip(outcome(layer, x, kernels), outcome(layer.double(), x.double(), None), strict=True):
+        assert_close(actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """Inputs in autocast's precision or not; statistics and gradients of parameters stay float32."""
+    layer = EquiNormConv2d(8, 6, 3, padding=1)
+    x = torch.rand(4, 8, 6, 6).to(dtype)
+    for given_x in (x, x.float()):
+        results = zip(outcome(layer, given_x, fused, dtype), outcome(layer, given_x, None, dtype), strict=True)
+        for actual, expected in results:
+            assert actual.dtype == expected.dtype
+            assert_close(actual, expected, 4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_in_half_precision(dtype: torch.dtype) -> None:
+    for layer, x in (
+        (EquiNormConv2d(8, 6, 3, padding="same", dtype=dtype), torch.rand(4, 8, 6, 6)),
+        (EquiNormLinear(8, 6, dtype=dtype), torch.rand(16, 8)),
+    ):
+        both = outcome(layer, x.to(dtype), fused), outcome(layer, x.to(dtype), None)
+        for actual, expected in zip(*both, strict=True):
+            assert actual.dtype == expected.dtype
+            assert_close(actual, expected, 4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("two_pass", [False, True])
+def test_second_derivatives(two_pass: bool) -> None:
+    operation = fused.Convolution((1, 1), (1, 1), (1, 1), groups=2)
+    told = fused.Settings(operation, samples=2, two_pass=two_pass)
+    tensors = [torch.rand(3, 4, 5, 5), torch.randn(6, 2, 3, 3), torch.rand(6) + 0.5, torch.randn(6)]
+    results = []
+    for layer in (fused.equinorm_layer, lambda x, w, g, b, s: fused.plain_layer(x, w, g, s) + b.view(-1, 1, 1)):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        y = layer(*leaves, told)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        results.append([y, *first, *second])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, 1e-4)
+
+
+def test_only_what_is_wanted_is_computed() -> None:
+    told = fused.Settings(fused.Convolution((1,), (0,), (1,)), samples=3)
+    tensors = [torch.rand(3, 2, 5), torch.randn(4, 2, 3), torch.rand(4), torch.randn(4)]
+    whole = [t.clone().requires_grad_() for t in tensors]
+    direction = torch.randn(3, 4, 3)
+    fused.equinorm_layer(*whole, told).backward(direction)
+    for wanted in range(4):
+        some = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+        for create_graph in (False, True):
+            (gradient,) = torch.autograd.grad(
+                fused.equinorm_layer(*some, told), some[wanted], direction, create_graph=create_graph
+            )
+            assert_close(gradient, whole[wanted].grad)
+
+
+def test_what_is_kept_for_the_backward_pass() -> None:
+    """No more than a convolution keeps, input and weight in its precision, and some numbers per channel."""
+    x, weight = torch.rand(8, 16, 9, 9, requires_grad=True), nn.Parameter(torch.randn(16, 16, 3, 3))
+    told = fused.Settings(fused.Convolution((1, 1), (1, 1), (1, 1)), samples=8)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fused.equinorm_layer(x, weight, None, None, told)
+    own = [t for t in kept if t.data_ptr() not in (x.data_ptr(), weight.data_ptr())]
+    assert sum(t.numel() for t in own) == weight.numel() + 16 + 6 * 16
+
+
+def test_gradients_of_any_layout() -> None:
+    """An expanded gradient, as a mean gives it, and one whose axes are crossed."""
+    layer = EquiNormConv2d(3, 4, 3)
+    x = torch.rand(2, 3, 6, 6)
+    told = fused.Settings(fused.Convolution((1, 1), (0, 0), (1, 1)), samples=2)
+    for direction in (torch.rand(2, 4, 1, 1).expand(2, 4, 4, 4), torch.rand(2, 4, 4, 4).transpose(2, 3)):
+        results = []
+        for function in (fused.equinorm_layer, lambda x, w, g, b, s: fused.plain_layer(x, w, g, s) + b.view(-1, 1, 1)):
+            leaves = [t.detach().clone().requires_grad_() for t in (x, layer.weight, layer.gain, layer.bias)]
+            results.append(torch.autograd.grad(function(*leaves, told), leaves, direction))
+        for actual, expected in zip(*results, strict=True):
+            assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (EquiNormConv2d(3, 4, 3, padding=1, padding_mode="circular"), (2, 3, 5, 5)),
+        (EquiNormConv2d(3, 4, 2, padding="same"), (2, 3, 5, 5)),
+        (EquiNormConv2d(3, 4, 3), (3, 5, 5)),
+        (EquiNormConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
+        (EquiNormLinear(5, 4), (5,)),
+        (EquiNormConv2d(3, 4, 3, dtype=torch.float64), (2, 3, 5, 5)),
+        (EquiNormConv2d(3, 4, 3), (0, 3, 5, 5)),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+def test_the_rest_is_left_to_the_plain_twin(layer: Any, shape: tuple[int, ...], monkeypatch: Any) -> None:
+    monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
+    monkeypatch.setattr(fused, "equinorm_layer", None)
+    layer(torch.rand(shape, dtype=layer.weight.dtype))
+
+
+def test_a_failing_call_leaves_the_statistics_alone(monkeypatch: Any) -> None:
+    monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
+    layer = EquiNormConv2d(3, 4, 3)
+    for x in (torch.rand(2, 3, 2, 2), torch.rand(2, 3, 5, 5, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError):
+            layer(x)
+    assert int(layer.num_batches_tracked) == 0
+    assert torch.equal(layer.running_mean, torch.ones(3))
+
+
+def test_statistics_of_the_batch_in_evaluation(monkeypatch: Any) -> None:
+    layer = EquiNormConv2d(3, 4, 3, track_running_stats=False).eval()
+    x = torch.rand(2, 3, 6, 6)
+    expected = layer(x)
+    monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
+    assert_close(layer(x), expected)
+    assert "_LayerBackward" in str(layer(x).grad_fn)
+
+
+# -- when kernels are used -----------------------------------------------------------------------------------
+
+
+def test_triton_is_imported_when_it_is_needed_and_not_before() -> None:
+    code = "import sys, equinorm.nn, equinorm.meanshift; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert dispatch._module.__wrapped__("equilibrium") is None
+
+
+def test_ordinary_tensors_on_cuda_only() -> None:
+    x = torch.rand(2, 3)
+    assert not dispatch.launchable(x, None)
+    assert dispatch.kernels("equilibrium", x) is None
+    with dispatch.plain_only(), dispatch.plain_only():
+        assert not dispatch._allowed
+    assert dispatch._allowed
