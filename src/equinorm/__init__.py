@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import diagnostics, nn
     from .convert import ConvertReport, convert, methods, register_method
     from .enorm import BalanceReport, ENorm, ImplicitENorm, balance_
     from .fold import fold
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         apply_mean_shift_rejection_,
         centre_gradients_,
         fold_mean_shift_rejection_,
+        parameter_groups,
         zero_mean_init_,
     )
     from .optimizers import register_state_rule
@@ -56,6 +57,7 @@ _HOME = {
     "fold": "fold",
     "fold_mean_shift_rejection_": "meanshift",
     "methods": "convert",
+    "parameter_groups": "meanshift",
     "register_method": "convert",
     "register_state_rule": "optimizers",
     "remove_weight_norm_": "weightnorm",
@@ -83,10 +85,12 @@ __all__ = [
     "centred_weight_norm_",
     "convert",
     "data_dependent_init_",
+    "diagnostics",
     "fold",
     "fold_mean_shift_rejection_",
     "methods",
     "nn",
+    "parameter_groups",
     "register_method",
     "register_state_rule",
     "remove_weight_norm_",
@@ -98,8 +102,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return import_module("equinorm.nn")
+    if name in ("nn", "diagnostics"):
+        return import_module(f"equinorm.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'equinorm' has no attribute {name!r}")
     found = getattr(import_module(f"equinorm.{_HOME[name]}"), name)

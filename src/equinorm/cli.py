@@ -163,6 +163,49 @@ class Balance:
 
 
 @dataclass(frozen=True)
+class Diagnose:
+    """Write a page about a model: what can be rescaled, how balanced it is, how far signals get, and what to try."""
+
+    model: Model
+    checkpoint: CheckpointFile = None
+    out: Annotated[Path, arg(metavar="FILE", help="The page to write (./diagnosis.html).")] = Path("diagnosis.html")
+    data: Annotated[
+        Path | None,
+        arg(
+            metavar="FILE",
+            help="Real inputs: a .pt file with a tensor, a tuple of arguments or a dict of arguments by name.",
+        ),
+    ] = None
+    samples: Annotated[int, arg(help="How many random samples to draw without --data (16).")] = 16
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    keep: Keep = ()
+    dtype: DType = None
+    json: Json = False
+    force: Annotated[bool, arg(help="Overwrite the page if it exists.")] = False
+
+    def run(self) -> None:
+        from .lab import diagnose
+
+        _check_place(self.out, self.force)
+        data = None if self.data is None else diagnose.read_data(self.data)
+        work = _Work.begin(self)
+        batch = diagnose.random_batch(work.inputs, work.model, self.samples) if data is None else None
+        with _step("measuring"):
+            found = diagnose.diagnose(
+                work.model, work.examples[0] if batch is None else batch, self.out, name=self.model,
+                origin=work.origin, data=data, symmetry=work.symmetry,
+            )  # fmt: skip
+        advice = diagnose.what_to_try(found)
+        if self.json:
+            _print_json({"model": self.model, "page": str(self.out), "advice": [asdict(item) for item in advice]})
+            return
+        for item in advice:
+            print(f"- {item.seen}\n  {item.advice}")
+        print(f"written: {self.out}")
+
+
+@dataclass(frozen=True)
 class Demo:
     """Train deep nets on scikit-learn's digits with and without ENorm: a table, a picture, a minute on two cores."""
 
@@ -373,6 +416,7 @@ def _user_error(text: str) -> Exception:
 Command = (
     Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Balance, tyro.conf.subcommand("balance")]
+    | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
@@ -393,9 +437,10 @@ class _Work:
     checkpoint: Checkpoint | None
     file: Path | None
     examples: list[Any]  # random inputs to compare outputs on
+    inputs: tuple[Any, ...]  # what `forward` takes: `sources.Input`
 
     @classmethod
-    def begin(cls, options: Trace | Balance) -> _Work:
+    def begin(cls, options: Trace | Balance | Diagnose) -> _Work:
         import torch
 
         from .lab import UserError, checkpoints, sources
@@ -424,7 +469,7 @@ class _Work:
                 ) from error
         if checkpoint is not None:  # after tracing, which needs weights of one dtype
             checkpoints.adopt(checkpoint, model)
-        return cls(model, symmetry, checkpoint, file, examples)
+        return cls(model, symmetry, checkpoint, file, examples, inputs)
 
     @property
     def origin(self) -> str:
@@ -457,9 +502,15 @@ class _Work:
 
 def _check_output(output: Path, force: bool) -> None:
     """Refuse before any work is done what could not be written at the end."""
-    from .lab import UserError, checkpoints
+    from .lab import checkpoints
 
     checkpoints.is_safetensors(output)
+    _check_place(output, force)
+
+
+def _check_place(output: Path, force: bool) -> None:
+    from .lab import UserError
+
     if output.is_dir():
         raise UserError(f"{output} is a folder: give the name of a file")
     if not output.parent.is_dir():

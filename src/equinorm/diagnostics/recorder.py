@@ -210,7 +210,7 @@ class _Layout:
             return (start, self.size, value.ndim > 0)
         if isinstance(value, Mapping):
             return {str(key): self.take(item) for key, item in value.items()}
-        return value
+        return [self.take(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class Recorder:
@@ -396,6 +396,8 @@ def _filled(layout: Any, numbers: list[float]) -> Any:
     """The record with its numbers; JSON has no NaN and no infinity, they become None."""
     if isinstance(layout, dict):
         return {key: _filled(item, numbers) for key, item in layout.items()}
+    if isinstance(layout, list):
+        return [_filled(item, numbers) for item in layout]
     if isinstance(layout, tuple):
         start, stop, is_list = layout
         values = [_finite(number) for number in numbers[start:stop]]

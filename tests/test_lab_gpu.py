@@ -1,0 +1,93 @@
+"""Training on CUDA: captured steps, several runs side by side, resumed bitwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from equinorm.lab.runs import Data, Method, Model, Optim, Run
+from equinorm.lab.schedules import Linear, SuperConvergence
+from equinorm.lab.store import Store
+from equinorm.lab.throughput import random_images
+from equinorm.lab.trainer import train_all
+from equinorm.lab.training import Inputs, Training
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+FC = Run(Data("cifar10"), Model("fc", {"hidden": 5, "width": 64, "norm": "none", "bias": True}), epochs=2, batch=128)
+CONV = replace(
+    FC,
+    data=Data("cifar10", padding=4, flip=True),
+    model=Model("resnet_cifar", {"depth": 8, "width": 8}),
+    optim=Optim(0.1, momentum=0.9, schedule=SuperConvergence()),
+    precision="bfloat16",
+)
+RUNS = {
+    "fc": FC,
+    "enorm": replace(FC, method=Method("enorm", {"c": 1.2})),
+    "implicit": replace(FC, method=Method("implicit_enorm")),
+    "path": replace(FC, method=Method("path_sgd"), optim=Optim(0.005)),
+    "adam": replace(FC, method=Method("enorm"), optim=Optim(0.001, schedule=Linear(hold=0.5), name="adam")),
+    "batchnorm": CONV,
+    "mixup": replace(CONV, data=replace(CONV.data, mixup=2.0, manifold=True)),
+    "equinorm": replace(CONV, model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "equinorm"})),
+    "msr": replace(
+        CONV,
+        model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "msr", "noise": 0.1}),
+        method=Method("msr"),
+        record=("filters",),
+    ),
+    "dropout": replace(CONV, model=Model("convpool_cnn_c", {"width": 8, "norm": "weightnorm"})),
+}
+
+
+@pytest.fixture(scope="module")
+def images() -> object:
+    return random_images(torch.device("cuda"), 2000)
+
+
+def drive(training: Training, steps: int = -1) -> Training:
+    while not training.finished and steps != 0:
+        training.step()
+        steps -= 1
+    while training.ahead:
+        training.collect(wait=True)
+    return training
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_captured_run_is_repeatable_and_resumes_bitwise(name: str, images: object) -> None:
+    run = RUNS[name]
+    data = Inputs(images, run)
+    whole = drive(Training(run, data))
+    torch.rand(5, device="cuda")
+    state = drive(Training(run, data), whole.steps_per_epoch + 3).state_dict()
+    resumed = drive(Training(run, data, state))
+    assert whole.log == resumed.log
+    a, b = whole.state_dict()["tensors"], resumed.state_dict()["tensors"]
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert all(torch.isfinite(tensor).all() for tensor in a.values())
+
+
+def test_captured_steps_are_the_steps_of_the_eager_loop(images: object) -> None:
+    run = replace(RUNS["enorm"], precision="float32", optim=Optim(0.01))
+    data = Inputs(images, run)
+    captured, eager = Training(run, data), Training(run, data)
+    eager.captured = False
+    drive(captured)
+    drive(eager)
+    for p, q in zip(captured.parts.model.parameters(), eager.parts.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_side_by_side_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: object) -> None:
+    monkeypatch.setattr("equinorm.lab.data.prepare", lambda *_: images)
+    runs = [replace(run, seed=seed) for run in (RUNS["enorm"], RUNS["mixup"], RUNS["msr"]) for seed in range(2)]
+    one, six = Store(tmp_path / "one"), Store(tmp_path / "six")
+    train_all(runs, one, side_by_side=1)
+    train_all(runs, six, side_by_side=6)
+    for run in runs:
+        assert one.get(run).epochs == six.get(run).epochs
