@@ -216,7 +216,7 @@ def test_normalization_is_propagated() -> None:
     y = propagated_relu(x)
     assert abs(y.mean().item()) < 4 / math.sqrt(len(x))
     assert abs(y.var().item() - 1) < 4 * y.square().std().item() / math.sqrt(len(x))
-    # E[(d propagated_relu)²] = 1.21², the singular values of the paper's section on the Jacobian
+    # the mean squared slope, by which the variance of gradients grows from layer to layer
     slopes = (x > 0).double().mean() / (0.5 * (1 - 1 / math.pi))
     assert math.sqrt(slopes.item()) == pytest.approx(1.21, abs=0.005)
 

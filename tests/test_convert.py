@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -255,13 +256,62 @@ class TestEveryMethod:
         assert torch.equal(model(x), before)  # the model itself is as it was
         assert all(type(m) in (nn.Conv2d, nn.Linear) for m in plain.modules() if isinstance(m, nn.Conv2d | nn.Linear))
 
-    def test_compiles_to_one_graph(self, name: str, converted: Any) -> None:
-        model = copy.deepcopy(converted[name][0])
+    @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+    def test_compiles_to_one_graph_once(self, name: str, mode: bool, converted: Any) -> None:
+        model = copy.deepcopy(converted[name][0]).train(mode)
         twin = copy.deepcopy(model)
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        for mode in (True, False):
-            torch.testing.assert_close(compiled.train(mode)(images()), twin.train(mode)(images()))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-6) for m in (model, twin)]
         torch._dynamo.reset()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            for _ in range(3):
+                outputs = [m(images()) for m in (compiled, twin)]
+                torch.testing.assert_close(*outputs)
+                for output, optimizer in zip(outputs, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    output.square().sum().backward()
+                    optimizer.step()
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+        torch._dynamo.reset()
+
+    def test_gradients_accumulate(self, name: str, converted: Any) -> None:
+        """Without statistics as over the whole batch; with them as the sum over parts that are normed by themselves."""
+        model = copy.deepcopy(converted[name][0]).double()
+        parts, labels = images().double().split(3), (torch.arange(6) % 4).split(3)
+        whole = copy.deepcopy(model)
+        alone = [copy.deepcopy(model) for _ in parts]
+        F.cross_entropy(whole(torch.cat(parts)), torch.cat(labels)).backward()
+        for part, label, single in zip(parts, labels, alone, strict=True):
+            (F.cross_entropy(model(part), label) / 2).backward()
+            (F.cross_entropy(single(part), label) / 2).backward()
+        has_statistics = any("running" in key for key, _ in model.named_buffers())
+        sums = [single.parameters() for single in alone] if has_statistics else [whole.parameters()]
+        for parameter, *others in zip(model.parameters(), *sums, strict=True):
+            torch.testing.assert_close(parameter.grad, sum(p.grad for p in others), rtol=1e-9, atol=1e-10)
+        assert all(int(b) == 2 for key, b in model.named_buffers() if key.endswith("num_batches_tracked"))
+
+    def test_autocast(self, name: str, converted: Any) -> None:
+        model, exact = copy.deepcopy(converted[name][0]), copy.deepcopy(converted[name][0])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = model(images())
+        high = exact(images())
+        assert low.dtype == torch.bfloat16
+        assert (low.float() - high).abs().max() < 0.1 * high.abs().max()
+        low.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        for (key, mine), theirs in zip(model.named_buffers(), exact.buffers(), strict=True):
+            assert mine.dtype == theirs.dtype, key
+            torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
+
+    def test_pickles_unless_parametrized(self, name: str, converted: Any) -> None:
+        model = copy.deepcopy(converted[name][0])
+        if any(hasattr(module, "parametrizations") for module in model.modules()):
+            with pytest.raises(RuntimeError, match="state_dict"):
+                pickle.dumps(model)
+            return
+        loaded = pickle.loads(pickle.dumps(model))
+        assert torch.equal(loaded(images()), model(images()))
+        assert_same_state(loaded, model)
 
 
 def assert_same_state(a: nn.Module, b: nn.Module) -> None:
@@ -839,6 +889,37 @@ def test_norms_with_more_inside() -> None:
     assert [type(m) for m in thresholded[1]] == [FilterResponseNorm, nn.Dropout, TLU]
     for new in (fused, grouped, thresholded):
         new(images()).sum().backward()
+
+
+class Functional(nn.Module):
+    """Norm and layer as functions, and attention, which reads the weight of a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 3, 3, 3))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(x, self.weight)
+        x = F.batch_norm(x, self.mean, self.var, training=self.training).flatten(2).mT
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+def test_functions_are_named_where_they_are_called() -> None:
+    """They cannot be replaced; but nobody should think that the model has no norms, or that all is converted."""
+    new, report = convert(Functional(), "weightnorm", images())
+    assert [row.module for row in report.converted] == ["head"]
+    assert kept(report) == {
+        "": "it calls batch_norm as a function, which cannot be replaced; norms that are modules can",
+        "attention": "it calls linear as a function, which cannot be replaced; layers that are modules can",
+        "attention.out_proj": "its weight is read without it being called",
+    }
+    train(new)
+    with pytest.raises(ValueError, match="it calls batch_norm as a function"):
+        convert(Functional(), "groupnorm", images())  # no second norm behind the layers
 
 
 def test_regions_are_read_in_line() -> None:

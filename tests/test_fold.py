@@ -62,6 +62,7 @@ PAIRS: dict[str, Callable[[], tuple[nn.Module, nn.Module, tuple[int, ...]]]] = {
         (2, 3, 8, 8),
     ),
     "conv3d": lambda: (nn.Conv3d(2, 3, 3), nn.BatchNorm3d(3), (1, 2, 4, 4, 4)),
+    "synchronized": lambda: (nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4), (2, 3, 8, 8)),
     "transposed": lambda: (nn.ConvTranspose2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), (2, 3, 5, 5)),
     "transposed, groups": lambda: (nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False), nn.BatchNorm2d(6), (2, 4, 5, 5)),
     "linear": lambda: (nn.Linear(5, 4), nn.BatchNorm1d(4), (3, 5)),
@@ -92,6 +93,108 @@ def test_norm_behind_a_layer(name: str) -> None:
     assert not any(isinstance(m, type(norm)) for m in plain.modules())
 
 
+BEFORE: dict[str, Callable[[], tuple[nn.Module, nn.Module, tuple[int, ...]]]] = {
+    "linear": lambda: (nn.BatchNorm1d(5), nn.Linear(5, 4, bias=False), (3, 5)),
+    "conv1d": lambda: (nn.BatchNorm1d(3), nn.Conv1d(3, 4, 3, stride=2), (2, 3, 9)),
+    "conv2d, groups": lambda: (nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2, dilation=2), (2, 4, 8, 8)),
+    "conv2d, depthwise": lambda: (nn.BatchNorm2d(4), nn.Conv2d(4, 8, 3, groups=4), (2, 4, 8, 8)),
+    "conv2d, circular": lambda: (
+        nn.BatchNorm2d(3),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        (2, 3, 8, 8),
+    ),
+    "conv2d, reflect": lambda: (
+        nn.BatchNorm2d(3),
+        nn.Conv2d(3, 4, 3, padding=(0, 2), padding_mode="reflect"),
+        (2, 3, 8, 8),
+    ),
+    "pointwise, same": lambda: (nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1, padding="same"), (2, 3, 8, 8)),
+    "valid": lambda: (MeanOnlyBatchNorm2d(3), nn.Conv2d(3, 4, 3, padding="valid", bias=False), (2, 3, 8, 8)),
+    "conv3d": lambda: (nn.BatchNorm3d(2), nn.Conv3d(2, 3, 3), (1, 2, 4, 4, 4)),
+    "renorm": lambda: (BatchRenorm2d(3), nn.Conv2d(3, 4, 3), (2, 3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_norm_before_a_layer(name: str) -> None:
+    norm, layer, shape = BEFORE[name]()
+    model = randomized(nn.Sequential(nn.Softplus(), norm, layer, nn.Tanh()))
+    plain, report = check(model, torch.rand(shape, dtype=torch.float64))
+    assert not report.kept
+    assert report.converted[-1].why == "folded into 2"
+    assert plain[2].bias is not None
+    assert isinstance(plain[1], nn.Identity)
+
+
+def test_norms_before_and_behind_a_parametrized_layer() -> None:
+    layers = [nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6), nn.BatchNorm2d(6)]
+    model = nn.Sequential(*layers, nn.Conv2d(6, 2, 1))
+    apply_weight_norm_(model)
+    plain, report = check(randomized(model), torch.rand(2, 4, 8, 8, dtype=torch.float64))
+    assert not report.kept
+    assert [row.why for row in report.converted if "BatchNorm" in row.was] == [f"folded into {i}" for i in (2, 2, 5)]
+    assert not any(isinstance(m, BATCHNORMS) for m in plain.modules())
+
+
+def doubling(layer: nn.Module) -> nn.Module:
+    """A layer with a hook that changes what it reads."""
+    layer.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
+    return layer
+
+
+NOT_BEFORE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "zeros": (lambda: nn.Conv2d(3, 3, 3, padding=1), "pads it with zeros"),
+    "same": (lambda: nn.Conv2d(3, 3, 3, padding="same"), "pads it with zeros"),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 3, 3), "is transposed"),
+    "its own forward": (lambda: Padded(3, 3, 3), "does more than one convolution"),
+    "a hook": (lambda: doubling(nn.Conv2d(3, 3, 3)), "does more than one convolution"),
+    "another axis": (lambda: nn.Linear(8, 3), "it does not normalize the input channels of layer"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BEFORE)
+def test_norm_before_a_layer_that_cannot_take_it(name: str) -> None:
+    build, why = NOT_BEFORE[name]
+    model = randomized(Net(lambda m, x: m.layer(m.norm(x)), norm=nn.BatchNorm2d(3), layer=build()))
+    _, report = check(model, images().double())
+    assert why in kept(report)["norm"]
+
+
+def test_norm_before_layers_that_share_it_or_their_weight() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.one(z := m.shared(x)) + m.two(z)
+        return m.tied(m.before_tied(F.relu(y))) + m.one_more(F.relu(y))
+
+    model = Net(
+        forward,
+        shared=nn.BatchNorm2d(3),
+        one=nn.Conv2d(3, 3, 1),
+        two=nn.Conv2d(3, 3, 1),
+        before_tied=nn.BatchNorm2d(3),
+        tied=nn.Conv2d(3, 3, 1),
+        one_more=nn.Conv2d(3, 3, 1),
+    )
+    model.one_more.weight = model.tied.weight
+    _, report = check(randomized(model), images().double())
+    assert kept(report) == {
+        "shared": "it reads the model's input, not the output of a layer",
+        "before_tied": (
+            "its input comes from relu, not from a layer; tied, which reads it, cannot be changed: "
+            "its weight is shared: one_more.weight = tied.weight"
+        ),
+    }
+
+
+def test_models_that_cannot_be_copied() -> None:
+    """timm's LeViT keeps a tensor that it computed, which torch does not copy."""
+    model = Small()
+    model.cache = model.stem.weight * 2
+    for method in (lambda: convert(model, "equinorm", images()), lambda: fold(model)):
+        with pytest.raises(TypeError, match=r"Small cannot be copied(.|\n)*Pass inplace=True"):
+            method()
+    assert fold(model, inplace=True) is model
+
+
 def test_norms_that_stay_and_why() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         y = m.conv(m.first(x))
@@ -116,7 +219,10 @@ def test_norms_that_stay_and_why() -> None:
     assert report.converted == ()
     assert report.summary == "Net, fold: nothing left to fold, 6 kept"
     assert kept(report) == {
-        "first": "it reads the model's input, not the output of a layer",
+        "first": (
+            "it reads the model's input, not the output of a layer; "
+            "conv, which reads it, pads it with zeros, not with its offset"
+        ),
         "after_sum": "the output of conv also goes to add",
         "shared": "it is called 2 times",
         "group": "it uses statistics of its input",
@@ -316,7 +422,9 @@ class Program(nn.Module):
         for step, _, _ in steps:
             for part in PARTS.get(step, []):
                 bias = len(self.parts) % 2 == 0
-                conv = nn.Conv2d(4, 4, 3, padding=1, bias=bias)
+                # zeros around the image keep a norm before a convolution out of it
+                mode = "zeros" if len(self.parts) % 3 == 0 else "circular"
+                conv = nn.Conv2d(4, 4, 3, padding=1, bias=bias, padding_mode=mode)
                 self.parts.append({"conv": conv, "norm": nn.BatchNorm2d(4), "relu": nn.ReLU()}[part])
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -396,8 +504,14 @@ def test_random_programs_keep_their_function_without_norms(steps: list[tuple[str
 # -- ONNX -------------------------------------------------------------------------------------------------------
 
 
+FOLDED = [
+    *("equinorm", "msr", "weightnorm", "centred_weightnorm", "scaled_weightnorm", "weight_standardization"),
+    *("weightnorm_mean_only", "normprop", "batchnorm", "batchrenorm", "mean_only_batchnorm", "none"),
+]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", ["equinorm", "msr", "weightnorm_mean_only", "batchrenorm"])
+@pytest.mark.parametrize("name", FOLDED)
 def test_onnx(name: str) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

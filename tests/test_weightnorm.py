@@ -170,7 +170,7 @@ def test_weight_standardization_is_its_equation(layer: nn.Module) -> None:
     for v, w in zip(filters(layer, before), filters(layer, layer.weight), strict=True):
         mean = v.sum() / v.numel()
         variance = ((v - mean) ** 2).sum() / v.numel()
-        torch.testing.assert_close(w, (v - mean) / math.sqrt(variance.item() + 1e-3), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(w, (v - mean) / (math.sqrt(variance.item()) + 1e-3), rtol=1e-10, atol=1e-12)
 
 
 @given(layers(), st.sampled_from(sorted(METHODS)))
@@ -227,7 +227,7 @@ def test_right_inverse(layer: nn.Module, name: str) -> None:
     for got, given_ in zip(filters(layer, layer.weight), filters(layer, w), strict=True):
         expected = given_ if name == "scaled" else given_ - given_.mean()
         if name == "standardized":
-            expected = expected / math.sqrt(float(expected.square().mean()) + 1e-5)
+            expected = expected / (math.sqrt(float(expected.square().mean())) + 1e-5)
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 

@@ -51,9 +51,13 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 class _ChannelNorm(nn.Module):
-    """What has one value per channel, and inputs of a fixed number of axes."""
+    """What has one value per channel, and inputs of one of the numbers of axes that its class was made with."""
 
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = (2, 3, 4, 5)
+
+    def __init_subclass__(cls, axes: tuple[int, ...] | None = None) -> None:
+        super().__init_subclass__()
+        cls.axes = axes or cls.axes
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -76,7 +80,7 @@ class _ChannelNorm(nn.Module):
 class _MeanOnlyBatchNorm(_ChannelNorm):
     """y = x - μ + b, with μ the mean over the batch while training and its running average otherwise.
 
-    Salimans & Kingma 2016, section 4: made to go with weight norm, which takes care of the variance.
+    Salimans & Kingma 2016: made to go with weight norm, which takes care of the variance.
     `momentum`, the weight of the newest batch, is torch's; `None` averages over all batches alike.
     """
 
@@ -105,19 +109,13 @@ class _MeanOnlyBatchNorm(_ChannelNorm):
         return (x + _per_channel(shift, x)).to(x.dtype)
 
 
-class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm):
-    __doc__ = _MeanOnlyBatchNorm.__doc__
-    axes = (2, 3)
+class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm, axes=(2, 3)): ...
 
 
-class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm):
-    __doc__ = _MeanOnlyBatchNorm.__doc__
-    axes = (4,)
+class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm, axes=(4,)): ...
 
 
-class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm):
-    __doc__ = _MeanOnlyBatchNorm.__doc__
-    axes = (5,)
+class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm, axes=(5,)): ...
 
 
 # Filter response norm
@@ -126,14 +124,12 @@ class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm):
 class FilterResponseNorm(_ChannelNorm):
     """y = γ x / √(ν² + ε) + β, with ν² the mean of x² over one example's channel; no batch statistics.
 
-    Singh & Krishnan 2019, equations 1 to 3. To be followed by a `TLU`, since nothing centres y. Inputs are
+    Singh & Krishnan 2019, with their constants. To be followed by a `TLU`, since nothing centres y. Inputs are
     [N, C, ...]. Where the map is 1×1, or there is none ([N, C]), x / √ν² is a bare sign: `learnable_eps=True`
-    then makes ε = `eps` + |ε_l| with a parameter ε_l per channel that starts at 1e-4 (their section 3.1).
+    then makes ε = `eps` + |ε_l| with a parameter ε_l per channel that starts at 1e-4.
 
     >>> nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), FilterResponseNorm(32), TLU(32))
     """
-
-    axes = (2, 3, 4, 5)
 
     def __init__(self, num_features: int, eps: float = 1e-6, learnable_eps: bool = False) -> None:
         super().__init__(num_features)
@@ -155,9 +151,7 @@ class FilterResponseNorm(_ChannelNorm):
 
 
 class TLU(_ChannelNorm):
-    """max(y, τ) with a threshold τ per channel, a parameter that starts at 0 (Singh & Krishnan 2019, eq. 4)."""
-
-    axes = (2, 3, 4, 5)
+    """max(y, τ) with a threshold τ per channel, a parameter that starts at 0 (Singh & Krishnan 2019)."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -172,7 +166,7 @@ class TLU(_ChannelNorm):
 
 
 class _BatchRenorm(_ChannelNorm):
-    """Batch norm whose training output is, up to clipping, what evaluation would give (Ioffe 2017, algorithm 1).
+    """Batch norm whose training output is, up to clipping, what evaluation would give (Ioffe 2017).
 
     y = γ ((x - μ_B) / σ_B · r + d) + β with σ_B = √(ε + var_B) and, not differentiated through,
 
@@ -180,8 +174,8 @@ class _BatchRenorm(_ChannelNorm):
 
     where μ and σ are running averages of μ_B and σ_B, in which the newest batch has weight `momentum`. Plain
     batch norm (r_max 1, d_max 0) at first; `r_schedule` and `d_schedule` are the steps between which the
-    limits rise linearly to `r_max` and `d_max`. The defaults are those of Ioffe 2017, section 4, whose 5,000
-    to 40,000 steps are for a long run: scale them to yours.
+    limits rise linearly to `r_max` and `d_max`. Limits and steps are by default those of Ioffe 2017, which are for a
+    long run: scale the steps to yours. `eps` and `momentum` are the defaults of TensorFlow's batch renorm.
     """
 
     running_mean: Tensor
@@ -243,19 +237,13 @@ class _BatchRenorm(_ChannelNorm):
         return (x * _per_channel(gain, x) + _per_channel(shift, x)).to(x.dtype)
 
 
-class BatchRenorm1d(_BatchRenorm):
-    __doc__ = _BatchRenorm.__doc__
-    axes = (2, 3)
+class BatchRenorm1d(_BatchRenorm, axes=(2, 3)): ...
 
 
-class BatchRenorm2d(_BatchRenorm):
-    __doc__ = _BatchRenorm.__doc__
-    axes = (4,)
+class BatchRenorm2d(_BatchRenorm, axes=(4,)): ...
 
 
-class BatchRenorm3d(_BatchRenorm):
-    __doc__ = _BatchRenorm.__doc__
-    axes = (5,)
+class BatchRenorm3d(_BatchRenorm, axes=(5,)): ...
 
 
 # Normalization propagation
@@ -267,7 +255,7 @@ _RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
 def propagated_relu(x: Tensor) -> Tensor:
     """(ReLU(x) - 1/√(2π)) / √(½ (1 - 1/π)): zero mean and unit variance if x is a standard Gaussian.
 
-    Arpit et al. 2016, section 3: the moments of a rectified Gaussian in closed form.
+    Arpit et al. 2016: the moments of a rectified Gaussian in closed form.
     """
     return (F.relu(x) - _RELU_MEAN) / _RELU_STD
 
@@ -275,12 +263,13 @@ def propagated_relu(x: Tensor) -> Tensor:
 class NormalizationPropagation(nn.Module):
     """A linear or convolutional layer and its ReLU that hand on zero mean and unit variance, without statistics.
 
-    o = (ReLU(γ W x / ‖W‖ + β) - 1/√(2π)) / √(½ (1 - 1/π)) per filter (Arpit et al. 2016, section 3). Normalised
+    o = (ReLU(γ W x / ‖W‖ + β) - 1/√(2π)) / √(½ (1 - 1/π)) per filter (Arpit et al. 2016). Normalised
     Gaussian inputs in, normalised outputs out: normalise the data once, over the whole training set.
 
     `layer` is weight-normed in place: its gain is γ and starts at `gain`, its bias is β and starts at 0; one
-    without bias goes without. `gain=1` fits the closed forms; 1/1.21 makes the singular values of the layer's
-    Jacobian about 1 instead, since E[ReLU'²] / (½ (1 - 1/π)) = 1.21². `remove_weight_norm_` makes its weight plain.
+    without bias goes without. `gain=1` keeps the variance of activations; 1/1.21 keeps that of gradients instead,
+    since the mean squared slope of the function is ½ / (½ (1 - 1/π)) = 1.21². `remove_weight_norm_` makes the
+    weight plain.
 
     >>> nn.Sequential(NormalizationPropagation(nn.Conv2d(3, 16, 3)), NormalizationPropagation(nn.Conv2d(16, 16, 3)))
     """

@@ -24,7 +24,7 @@ from . import activation_norms as an
 from . import equilibrium as en
 from . import meanshift as ms
 from . import weightnorm as wn
-from .modulegraph import TRANSPOSED, Call, Step
+from .modulegraph import Call, Step
 from .registry import Place, built_in, fuse_layers, replace_norms
 from .surgery import (
     OTHER_NORMS,
@@ -212,17 +212,9 @@ class Parametrization:
 
 def why_no_directions(layer: nn.Module, centred: bool = False) -> str:
     """Why the filters of a layer have no direction of their own; empty if they have."""
-    axis = 1 if isinstance(layer, TRANSPOSED) else 0
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    if isinstance(layer, TRANSPOSED) and layer.groups > 1:
-        return "a grouped transposed convolution: its filters are not slices of its weight"
-    if centred and weight.numel() == weight.shape[axis]:
-        return "filters of one weight: nothing is left of them without their mean"
-    directions = wn.centre_filters(weight.detach(), axis) if centred else weight.detach()
-    if not weight.is_meta and not bool((wn.filter_norm(directions, axis) > 0).all()):
-        return "it has a filter of length 0, which has no direction: initialise it first"
-    return ""
+    if not (why := wn.why_no_filters(layer, centred)) and not wn.have_directions(layer, centred):
+        why = "it has a filter of length 0, which has no direction: initialise it first"
+    return why or ""
 
 
 _WEIGHT_NORM = Parametrization(wn.WeightNorm, wn.apply_weight_norm_, why_no_directions, same=(_WeightNorm,))
@@ -559,7 +551,7 @@ def _hand_gain_to_layer(plan: Plan, norm: Norm, gain: Tensor) -> None:
 )
 def _frn(plan: Plan, eps: float, learnable_eps: bool | None, tlu: bool) -> None:
     def make(place: Place) -> nn.Module:
-        # Where there is one value, x / |x| is a bare sign unless ε is learned (their section 3.1).
+        # Where there is one value, x / |x| is a bare sign unless ε is learned.
         learn = place.positions == 1 if learnable_eps is None else learnable_eps
         return an.FilterResponseNorm(place.channels, eps=eps, learnable_eps=learn)
 

@@ -122,7 +122,7 @@ def convert(
     options = _checked_options(chosen, options)
     keep = _checked_patterns(model, keep)
     if not inplace:
-        model = copy.deepcopy(model)
+        model = deep_copy(model)
     elif init_batch is not None:
         # Whether the data fits is only known once the model is converted: try it on a copy.
         asked = {"keep": keep, "final_batchnorm": final_batchnorm, "remove_rest": remove_rest, "init_batch": init_batch}
@@ -140,6 +140,18 @@ def convert(
         data_dependent_init_(model, init_batch)
     plan.attach_norms()
     return model, report
+
+
+def deep_copy(model: nn.Module) -> nn.Module:
+    """`copy.deepcopy`, with a remedy for models that cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        # Some keep tensors they computed, as timm's LeViT does in evaluation, and torch does not copy those.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TypeError(
+            f"{type(model).__name__} cannot be copied: {reason}\nPass inplace=True to change it itself."
+        ) from error
 
 
 def _put_final_batchnorm(plan: Plan) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from types import ModuleType
 from typing import Any, Literal, overload
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .activation_norms import NormalizationPropagation, _BatchRenorm, _MeanOnlyBatchNorm
-from .convert import ConvertReport
+from .convert import ConvertReport, deep_copy
 from .equilibrium import _EquiNorm
 from .meanshift import InputNoise
-from .modulegraph import LAYERS, ModuleGraph
+from .modulegraph import Call, ModuleGraph
 from .surgery import (
     CHANNEL_NORMS,
     OTHER_NORMS,
@@ -35,10 +34,11 @@ from .surgery import (
     replace_module,
     scale_outputs_,
     shift_outputs_,
+    take_input_affine_,
     with_tail,
 )
 from .symmetry.capture import unwrap
-from .weightnorm import bake_weight_
+from .weightnorm import LAYERS, TRANSPOSED, bake_weight_
 
 __all__ = ["fold"]
 
@@ -64,7 +64,8 @@ def fold(
     EquiNorm layers become plain ones with their running statistics (defazio2018, section 4); parametrized weights
     (weight norm and its kin, mean shift rejection) become plain weights, and input noise goes. With
     `example_inputs` the graph tells which batch norms (mean-only and renormalizing ones too) read the output of
-    one layer that nobody else reads, and these are folded into it.
+    one layer that nobody else reads, and these are folded into it; so are those whose output only one layer reads,
+    if it pads without zeros.
 
     Args:
         model: made by `convert` or by hand. Its mode, device and dtypes are kept.
@@ -77,7 +78,7 @@ def fold(
     if unwrap(model) is not model:
         raise TypeError(f"fold the module inside the {type(model).__name__}, not the wrapper")
     if not inplace:
-        model = copy.deepcopy(model)
+        model = deep_copy(model)
     name = type(model).__name__
     modes = {module: module.training for module in model.modules()}
     model.eval()  # what is folded is what evaluation computes
@@ -85,11 +86,10 @@ def fold(
         norms, kept = _foldable_norms(model, example_inputs)
         rows: list[Row] = []
         root, new_of = _plain_layers(model, rows)
-        for norm in norms:
-            assert norm.layer is not None
-            _fold_into_(new_of.get(norm.layer.module, norm.layer.module), norm)
+        for norm, layer in norms:
+            _fold_into_(new_of.get(layer.module, layer.module), norm, behind=layer is norm.layer)
             new_of[norm.module] = new = with_tail(None, norm.tail)
-            rows.append(Row(norm.path, describe(norm.module), describe(new), f"folded into {norm.layer.path}"))
+            rows.append(Row(norm.path, describe(norm.module), describe(new), f"folded into {layer.path}"))
             replace_module(root, norm.module, new)
     finally:
         for module, mode in modes.items():
@@ -127,8 +127,8 @@ def _plain_layers(model: nn.Module, rows: list[Row]) -> tuple[nn.Module, dict[nn
 # -- norms -----------------------------------------------------------------------------------------------------
 
 
-def _foldable_norms(model: nn.Module, example_inputs: Any) -> tuple[list[Norm], dict[str, str]]:
-    """The norms that can be folded into the layer before them, and why others cannot."""
+def _foldable_norms(model: nn.Module, example_inputs: Any) -> tuple[list[tuple[Norm, Call]], dict[str, str]]:
+    """The norms that can be folded and the layer before or behind them that takes them; and why others cannot."""
     if example_inputs is None:
         return [], {}
     if not any(isinstance(module, CHANNEL_NORMS) for module in model.modules()):
@@ -137,25 +137,52 @@ def _foldable_norms(model: nn.Module, example_inputs: Any) -> tuple[list[Norm], 
     kept = {row.module: row.why for row in plan.kept.values()}
     found = []
     for norm in plan.norms:
-        why = _why_not(plan, norm)
-        if why:
-            kept[norm.path] = why
+        if affine_of(norm) is None:
+            kept[norm.path] = _INPUT_DEPENDENT
+        elif isinstance(before := _layer_before(plan, norm), Call):
+            found.append((norm, before))
+        elif isinstance(behind := _layer_behind(plan, norm), Call):
+            found.append((norm, behind))
         else:
-            found.append(norm)
+            kept[norm.path] = "; ".join(filter(None, (before, behind)))
     return found, kept
 
 
-def _why_not(plan: Plan, norm: Norm) -> str:
-    if affine_of(norm) is None:
-        return _INPUT_DEPENDENT
+def _layer_before(plan: Plan, norm: Norm) -> Call | str:
+    """The layer whose output a norm reads, if it can take the norm; or why there is none."""
     if norm.layer is None:
         return norm.alone
-    if isinstance(norm.layer.module, _EquiNorm) and norm.layer.module.running_mean is None:
-        return f"{norm.layer.path}, which feeds it, has weights that depend on the batch"
-    why = ""
-    if not isinstance(norm.layer.module, _EquiNorm):
-        why = plan.why_not_change_weight(norm.layer, baked=True) or plan.why_no_bias(norm.layer)
-    return f"{norm.layer.path}, which feeds it, cannot be changed: {why}" if why else ""
+    if isinstance(norm.layer.module, _EquiNorm):
+        if norm.layer.module.running_mean is None:
+            return f"{norm.layer.path}, which feeds it, has weights that depend on the batch"
+    elif why := plan.why_not_change_weight(norm.layer, baked=True) or plan.why_no_bias(norm.layer):
+        return f"{norm.layer.path}, which feeds it, cannot be changed: {why}"
+    return norm.layer
+
+
+def _layer_behind(plan: Plan, norm: Norm) -> Call | str:
+    """The layer that reads the output of a norm, if it can take the norm; or why it cannot, if there is one."""
+    if len(norm.calls) > 1 or norm.tail:
+        return ""
+    layer = plan.graph.consumer(norm.output)
+    if isinstance(layer, str):
+        return layer
+    if isinstance(layer.module, TRANSPOSED):
+        return f"{layer.path}, which reads it, is transposed and spreads an offset unevenly"
+    if _pads_with_zeros(layer.module):
+        return f"{layer.path}, which reads it, pads it with zeros, not with its offset"
+    if why := plan.why_not_change_weight(layer, baked=True) or plan.why_no_bias(layer):
+        return f"{layer.path}, which reads it, cannot be changed: {why}"
+    return layer
+
+
+def _pads_with_zeros(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Linear) or layer.padding_mode != "zeros" or layer.padding == "valid":
+        return False
+    padding: Any = layer.padding
+    if padding == "same":
+        return any(size > 1 for size in layer.kernel_size)  # type: ignore[union-attr]
+    return any(padding)
 
 
 _INPUT_DEPENDENT = "it uses statistics of its input"
@@ -179,12 +206,16 @@ def affine_of(norm: Norm) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _fold_into_(layer: nn.Module, norm: Norm) -> None:
+def _fold_into_(layer: nn.Module, norm: Norm, behind: bool) -> None:
+    """Let a layer do what the norm behind it does to its output, or what the norm before it does to its input."""
     affine = affine_of(norm)
     assert affine is not None
     had_bias = bias_of(layer) is not None
-    scale_outputs_(layer, affine[0])
-    shift_outputs_(layer, affine[1])
+    if behind:
+        scale_outputs_(layer, affine[0])
+        shift_outputs_(layer, affine[1])
+    else:
+        take_input_affine_(layer, *affine)
     offset, bias, weight = gain_and_offset(norm.module)[1], bias_of(layer), layer.weight
     if not had_bias and bias is not None and isinstance(weight, Tensor):
         bias.requires_grad_(weight.requires_grad if offset is None else offset.requires_grad)

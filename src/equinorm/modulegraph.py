@@ -11,7 +11,7 @@ of `no_grad` and autocast are read as if they stood in line. Nothing goes by the
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,13 +21,10 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from .symmetry.capture import TraceError, _export, describe_parameters, example_arguments, is_inplace
+from .symmetry.capture import TraceError, describe_parameters, example_arguments, export, is_inplace
+from .weightnorm import LAYERS
 
 __all__ = ["Call", "ModuleGraph", "Step", "has_own_forward"]
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 
 # How many arguments of a region come before the graph it runs.
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
@@ -49,6 +46,10 @@ _KEEPING_SIGNS = frozenset(
     | {"transpose", "contiguous", "alias", "to", "squeeze", "unsqueeze", "slice", "select", "getitem", "chunk", "split"}
     | {f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for n in (1, 2, 3)}
 )
+
+
+NORM_OPS = frozenset({"batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm"})
+LAYER_OPS = frozenset({"linear", *(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3))})
 
 
 @dataclass(eq=False)
@@ -198,7 +199,7 @@ class ModuleGraph:
             # a norm attached to the layer (see `attach_norm_`) makes the output; the layer's own op comes before
             before = [s for s in step.calls[-1].inputs if call in s.calls]
             step = before[0] if len(before) == 1 else None
-        return step if step is not None and (step.op.startswith("conv") or step.op == "linear") else None
+        return step if step is not None and step.op in LAYER_OPS else None
 
     def weight_is_used_as_it_is(self, call: Call) -> bool:
         """Whether the layer's op reads the weight itself (or what its parametrization makes of it)."""
@@ -219,6 +220,55 @@ class ModuleGraph:
                     if all(other.module is not call.module for other in user.calls):
                         return f"{source.parameter} is also read by {self.describe(user)}"
         return ""
+
+    def is_read(self, module: nn.Module) -> bool:
+        """Whether any code reads a parameter of a module, be it called or not."""
+        own = {id(parameter) for parameter in module.parameters()}
+        state = (step for step in self.steps if step.op == "input" and step.is_state and step.users)
+        return any(id(_found(self.model, step.parameter)) in own for step in state)
+
+    def functions(self, ops: Collection[str], modules: tuple[type[nn.Module], ...]) -> dict[str, str]:
+        """Ops that code outside of such modules calls itself: the path of the module in whose code, and the op.
+
+        Only what is done to activations; and linear maps and convolutions only if the weight is a parameter.
+        """
+        found: dict[str, str] = {}
+        for step in self.steps:
+            if step.op not in ops or any(isinstance(call.module, modules) for call in step.calls):
+                continue
+            weighted = all(source.op == "input" and source.is_state for source in step.sources[1:2])
+            if step.sources[0] in self._activations and (weighted or step.op in NORM_OPS):
+                found.setdefault(step.home, step.op)
+        return found
+
+    @cached_property
+    def _activations(self) -> set[Step]:
+        """The steps that depend on an input of the model."""
+        found: set[Step] = set()
+        for step in self.steps:
+            if any(s in found for s in step.sources) or (step.op == "input" and not step.is_state):
+                found.add(step)
+        return found
+
+    def consumer(self, step: Step) -> Call | str:
+        """The call of the layer that reads a step's result as it is, and nobody else does; or why that is not so.
+
+        Empty if there is nothing to say: other code reads it.
+        """
+        inside = [[c for c in reader.calls if isinstance(c.module, LAYERS)][-1:] for reader in self.readers(step)]
+        if not inside or inside[0] == [] or any(calls != inside[0] for calls in inside):
+            return ""
+        (layer,) = inside[0]
+        own = self.layer_step(layer)
+        read = own.sources[0] if own is not None else None
+        if read is not None and read.op == "pad" and getattr(layer.module, "padding_mode", "zeros") != "zeros":
+            read = read.sources[0]
+        kind = next(kind for kind in LAYERS if isinstance(layer.module, kind))
+        if read is not step or layer.inputs != [step] or has_own_forward(layer.module, kind):
+            return f"{layer.path}, which reads it, does more than one convolution or linear map"
+        if not channels_meet(layer.module, step):
+            return f"it does not normalize the input channels of {layer.path}"
+        return layer
 
     def readers(self, step: Step) -> list[Step]:
         """The steps that read a step's result, each once."""
@@ -336,23 +386,23 @@ def has_own_forward(module: nn.Module, base: type[nn.Module]) -> bool:
     return not same or getattr(kind, "_conv_forward", None) is not conv_forward
 
 
-def channels_meet(layer: nn.Module, output: Step) -> bool:
-    """Whether axis 1 of a layer's output, which norms look at, holds its output channels."""
+def channels_meet(layer: nn.Module, step: Step) -> bool:
+    """Whether axis 1 of a layer's input or output, which norms look at, holds the layer's channels."""
     expected = 2 if isinstance(layer, nn.Linear) else len(layer.kernel_size) + 2  # type: ignore[arg-type]
-    return output.ndim == expected
+    return step.ndim == expected
 
 
 def _exported(model: nn.Module, example_inputs: Any) -> torch.export.ExportedProgram:
     args, kwargs = example_arguments(model, example_inputs)
     try:
-        return _export(model, args, kwargs)[0]
+        return export(model, args, kwargs)[0]
     except TraceError:
         if not model.training:
             raise
         # A batch of one has no statistics to train with, but the modules are called all the same.
         modes = {module: module.training for module in model.modules()}
         try:
-            return _export(model.eval(), args, kwargs)[0]
+            return export(model.eval(), args, kwargs)[0]
         except TraceError:
             pass  # the first error is about the model as it was given
         finally:

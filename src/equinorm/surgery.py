@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 
 from . import activation_norms, equilibrium
 from .meanshift import _NoisyInput
-from .modulegraph import LAYERS, TRANSPOSED, Call, ModuleGraph, Step, channels_meet, has_own_forward
-from .weightnorm import _WITH_GAIN, originals, tied_weights
+from .modulegraph import LAYER_OPS, NORM_OPS, Call, ModuleGraph, Step, channels_meet, has_own_forward
+from .weightnorm import _WITH_GAIN, LAYERS, TRANSPOSED, originals, tied_weights
 
 __all__ = ["Norm", "Plan", "Row"]
 
@@ -211,15 +211,20 @@ class Plan:
     @property
     def has_no_norms(self) -> bool:
         """Whether the model has no norm of any kind, nor a layer that a method of this package made."""
+        if self.graph.functions(NORM_OPS, CHANNEL_NORMS + OTHER_NORMS):
+            return False
         marks = (*CHANNEL_NORMS, *OTHER_NORMS, *OWN_LAYERS)
         return not any(isinstance(m, marks) or is_parametrized(m) for m in self.model.modules())
 
     def layers(self) -> list[Call]:
-        """The first call of every layer, in the order of the forward pass; those never called are noted as kept."""
+        """The first call of every layer, in the order of the forward pass; what else has weights is noted as kept."""
         called = {call.module for call in self._layers}
         for path, module in self.graph.modules.items():
             if isinstance(module, LAYERS) and module not in called:
-                self.keep(path, _NOT_CALLED)
+                read = not self.graph.calls.get(path) and self.graph.is_read(module)
+                self.keep(path, "its weight is read without it being called" if read else _NOT_CALLED)
+        for path, op in self.graph.functions(LAYER_OPS, LAYERS).items():
+            self.keep(path, f"it calls {op} as a function, which cannot be replaced; layers that are modules can")
         return self._layers
 
     def _called_layers(self) -> list[Call]:
@@ -306,6 +311,8 @@ class Plan:
                     self.keep(path, norm)
                 else:
                     found.append(norm)
+        for path, op in self.graph.functions(NORM_OPS, CHANNEL_NORMS + OTHER_NORMS).items():
+            self.keep(path, f"it calls {op} as a function, which cannot be replaced; norms that are modules can")
         return sorted(found, key=lambda n: n.calls[0].steps[0].position)
 
     def _norm(self, path: str, module: nn.Module) -> Norm | str:
@@ -464,6 +471,7 @@ def is_noisy(unit: nn.Module) -> bool:
 def remove_noise_(unit: nn.Module) -> None:
     for key in [key for key, hook in unit._forward_pre_hooks.items() if isinstance(hook, _NoisyInput)]:
         del unit._forward_pre_hooks[key]
+        unit._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 # -- gains and offsets -----------------------------------------------------------------------------------------
@@ -499,6 +507,25 @@ def scale_outputs_(layer: nn.Module, gain: Tensor) -> None:
         weight.mul_(gain.view(-1, *[1] * (weight.ndim - 1)).to(weight))
     if (bias := bias_of(layer)) is not None:
         bias.mul_(gain.to(bias))
+
+
+@torch.no_grad()
+def take_input_affine_(layer: nn.Module, a: Tensor, c: Tensor) -> None:
+    """W (a x + c) + b = (W a) x + (b + W c): what was done to each input channel is done by weight and bias.
+
+    For linear layers and convolutions that pad with nothing but their input.
+    """
+    weight, groups = layer.weight, getattr(layer, "groups", 1)
+    assert isinstance(weight, Tensor)
+
+    def meeting(values: Tensor) -> Tensor:
+        """[inputs] -> [outputs, inputs / groups, 1, ...]: the input channels that each output sees."""
+        seen = values.view(groups, 1, -1).expand(-1, len(weight) // groups, -1).flatten(0, 1)
+        return seen.view(*seen.shape, *[1] * (weight.ndim - 2))
+
+    exact = weight.double()
+    shift_outputs_(layer, (exact * meeting(c)).flatten(1).sum(1))
+    weight.copy_(exact * meeting(a))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ method                    a filter w from its parameters                        
 weight norm               g · v / ‖v‖                                                   arpit2019, section 4
 scaled weight norm        scale · γ · v / ‖v‖,  scale = √(2 fan-in / fan-out)           arpit2019, section 5
 centred weight norm       g · (v - v̄) / ‖v - v̄‖                                         Huang et al. 2017
-weight standardization    (v - v̄) / √(var v + ε)                                        Qiao et al. 2019
+weight standardization    (v - v̄) / (√(var v) + ε)                                      Qiao et al. 2019
 ========================  ============================================================  =======================
 
 Each is a parametrization in torch's sense (`torch.nn.utils.parametrize`), put on all linear and convolutional
@@ -49,9 +49,9 @@ __all__ = [
     "weight_standardization_",
 ]
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 
 Where = Callable[[str, nn.Module], bool]
 """`where(name, layer)` says whether a method is meant for a layer."""
@@ -109,7 +109,7 @@ def fans(layer: nn.Module) -> tuple[int, int]:
     """
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    if isinstance(layer, (*_CONVOLUTIONS, *_TRANSPOSED)):
+    if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)):
         window = math.prod(layer.kernel_size)
         return window * layer.in_channels // layer.groups, window * layer.out_channels // layer.groups
     raise TypeError(f"fan-in and fan-out are defined for linear and convolutional layers, not for {layer}")
@@ -179,7 +179,7 @@ class CentredWeightNorm(nn.Module):
 
 
 class WeightStandardization(nn.Module):
-    """w = (v - v̄) / √(var v + ε) per filter (Qiao et al. 2019, weight standardization).
+    """w = (v - v̄) / (σ + ε) per filter, σ² = var v (Qiao et al. 2019, weight standardization; ε is their code's).
 
     There is no gain: the method is meant for layers that are followed by a norm, and a weight that is given
     to it keeps its filters' directions only.
@@ -191,8 +191,8 @@ class WeightStandardization(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         centred = centre_filters(v, self.dim)
-        variance = centred.square().mean(dim=_within(v, self.dim), keepdim=True)
-        return centred * torch.rsqrt(variance + self.eps)
+        sigma = filter_norm(centred, self.dim) / math.sqrt(v.numel() / v.shape[self.dim])
+        return centred / (sigma + self.eps)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight
@@ -241,7 +241,24 @@ def why_not_parametrize(layer: nn.Module, tied: Mapping[int, list[str]]) -> str 
 
 
 def _dim(layer: nn.Module) -> int:
-    return 1 if isinstance(layer, _TRANSPOSED) else 0
+    return 1 if isinstance(layer, TRANSPOSED) else 0
+
+
+def why_no_filters(layer: nn.Module, centred: bool = False) -> str | None:
+    """Why the filters of a layer cannot be normed one by one (less their means, if `centred`); None if they can."""
+    if isinstance(layer, TRANSPOSED) and layer.groups > 1:
+        return "a grouped transposed convolution: its filters are not slices of its weight"
+    if centred and fans(layer)[0] == 1:
+        return "filters of one weight: nothing is left of them without their mean"
+    return None
+
+
+def have_directions(layer: nn.Module, centred: bool = False) -> bool:
+    """Whether no filter of a layer has length 0 (less its mean, if `centred`); True where nothing is known."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    directions = centre_filters(weight.detach(), _dim(layer)) if centred else weight.detach()
+    return directions.is_meta or bool((filter_norm(directions, _dim(layer)) > 0).all())
 
 
 def _layers(model: nn.Module, where: Where | None, *, centred: bool) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -250,27 +267,19 @@ def _layers(model: nn.Module, where: Where | None, *, centred: bool) -> tuple[di
     skipped: dict[str, str] = {}
     tied = tied_weights(model)
     for name, layer in model.named_modules():
-        if not isinstance(layer, _LAYERS):
+        if not isinstance(layer, LAYERS):
             continue
-        why: str | None = None
         if where is not None and not where(name, layer):
-            why = "not asked for by `where`"
-        elif isinstance(layer, _TRANSPOSED) and layer.groups > 1:
-            why = "a grouped transposed convolution: its filters are not slices of its weight"
-        else:
-            why = why_not_parametrize(layer, tied)
-        if why is None and centred and layer.weight.numel() == layer.weight.shape[_dim(layer)]:
-            why = "filters of one weight: nothing is left of them without their mean"
-        if why is not None:
+            skipped[name] = "not asked for by `where`"
+        elif why := why_no_filters(layer, centred) or why_not_parametrize(layer, tied):
             skipped[name] = why
-            continue
-        directions = centre_filters(layer.weight, _dim(layer)) if centred else layer.weight
-        if not directions.is_meta and not bool((filter_norm(directions, _dim(layer)) > 0).all()):
+        elif not have_directions(layer, centred):
             raise ValueError(
                 f"{name or 'the model'} has a filter of length 0{' without its mean' if centred else ''}, which "
                 "has no direction: initialise its weight, or leave the layer out with `where`"
             )
-        layers[name] = layer
+        else:
+            layers[name] = layer
     return layers, skipped
 
 
@@ -362,7 +371,8 @@ def originals(layer: nn.Module) -> Any:
     return layer.parametrizations["weight"]  # type: ignore[index]
 
 
-def _parametrized(model: nn.Module, kinds: tuple[type, ...]) -> Iterator[tuple[str, nn.Module]]:
+def parametrized_layers(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """(name, layer) of every layer whose weight is parametrized by one of `kinds`."""
     for name, layer in model.named_modules():
         if parametrize.is_parametrized(layer, "weight") and isinstance(originals(layer)[0], kinds):
             yield name, layer
@@ -373,13 +383,17 @@ def remove_weight_norm_(model: nn.Module) -> tuple[str, ...]:
 
     The weights are new parameter objects, except under weight standardization: an optimizer must be told.
     """
-    found = dict(_parametrized(model, _FAMILY))
-    for name, layer in found.items():
+    return bake_weights_(dict(parametrized_layers(model, *_FAMILY)))
+
+
+def bake_weights_(layers: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Make the weights of layers that have one parametrization each plain, all or none; returns the layers' names."""
+    for name, layer in layers.items():
         if len(originals(layer)) > 1:
             raise ValueError(f"{name}.weight has further parametrizations on top; remove those first")
-    for layer in found.values():
+    for layer in layers.values():
         bake_weight_(layer)
-    return tuple(found)
+    return tuple(layers)
 
 
 def bake_weight_(layer: nn.Module) -> None:
@@ -415,7 +429,7 @@ def data_dependent_init_(model: nn.Module, batch: Any) -> InitReport:
 
     >>> apply_weight_norm_(model); data_dependent_init_(model, images[:512])
     """
-    layers = {layer: name for name, layer in _parametrized(model, _WITH_GAIN)}
+    layers = {layer: name for name, layer in parametrized_layers(model, *_WITH_GAIN)}
     if not layers:
         raise ValueError("no layer of the model is weight-normed: call apply_weight_norm_(model) first")
     order: list[str] = []

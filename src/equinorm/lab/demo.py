@@ -1,7 +1,8 @@
-"""`equinorm demo`: deep fully connected ReLU nets on scikit-learn's digits, with and without ENorm, in a minute.
+"""`equinorm demo`: ENorm in deep nets, and every family of methods on one net, on scikit-learn's digits, in a minute.
 
-A method is one line of `METHODS`: how to build the net, and what to attach to its optimizer. Everything else (data,
-initialization, batches, schedule, weight decay) is the same for all.
+A `Study` trains several methods in the same way. In the first the nets are fully connected and up to 21 layers deep;
+in the second a small residual net of convolutions gets each method from `equinorm.convert`. A method is one line: how
+to build the net, and what to attach to its optimizer. Everything else is the same for all of a study.
 
 Protocol: 450 of the 1,797 images are the test set, fixed once and for all. Learning rates were chosen by `tune`, on 270
 images held out of the remaining 1,347; the reported nets are then trained on all 1,347. Only those meet the test set.
@@ -37,70 +38,121 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, relu
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import equinorm
+from equinorm.meanshift import parameter_groups
 
 from . import UserError
 from .files import replacing, write_text
 
-WIDTH, BATCH, STEPS, WEIGHT_DECAY = 100, 64, 200, 1e-3
+WIDTH, BATCH, WEIGHT_DECAY = 100, 64, 1e-3
 DEPTHS = (1, 9, 15, 19)  # intermediary layers: width × width, between the first layer and the classifier
+CHANNELS, CONVOLUTIONS = 16, 9
 SEEDS = 3
 RATES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # what `tune` chooses from
 
-# -- methods -----------------------------------------------------------------------------------------------------------
+# -- nets --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Method:
-    """A net and what keeps it in balance. `rates` holds the learning rate for each of `DEPTHS`, as chosen by `tune`."""
-
-    name: str
-    build: Callable[[int], nn.Sequential]
-    attach: Callable[[nn.Module, Optimizer], object]
-    rates: tuple[float, ...]
-    colour: str  # from the Okabe-Ito palette, which colour-blind readers can tell apart
-    marker: str
+def he_initialized(model: nn.Sequential) -> nn.Sequential:
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return model
 
 
-def fully_connected(depth: int, bias: bool = True, norm: bool = False) -> nn.Sequential:
-    """Linear and ReLU, `depth` intermediary layers deep; He initialization, zero biases."""
-    widths = [64] + [WIDTH] * (depth + 1)
+def fully_connected(depth: int, images: Tensor, bias: bool = True, norm: bool = False) -> nn.Sequential:
+    """Linear and ReLU, `depth` intermediary layers deep."""
+    widths = [images[0].numel()] + [WIDTH] * (depth + 1)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers.append(nn.Linear(inputs, outputs, bias=bias and not norm))
         if norm:
             layers.append(nn.BatchNorm1d(outputs))
         layers.append(nn.ReLU())
-    layers.append(nn.Linear(WIDTH, 10, bias=bias))
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
+    return he_initialized(nn.Sequential(*layers, nn.Linear(WIDTH, 10, bias=bias)))
 
 
-def without_bias(depth: int) -> nn.Sequential:
-    return fully_connected(depth, bias=False)
+class Block(nn.Module):
+    """x + norm(conv(relu(norm(conv(x))))), rectified."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu(x + self.norm2(self.conv2(relu(self.norm1(self.conv1(x))))))
 
 
-def batch_norm(depth: int) -> nn.Sequential:
-    return fully_connected(depth, norm=True)
+def residual(convolutions: int) -> nn.Sequential:
+    """A convolution, residual blocks of two each, and a classifier; batch norms, which `convert` replaces."""
+    stem = [nn.Conv2d(1, CHANNELS, 3, padding=1, bias=False), nn.BatchNorm2d(CHANNELS), nn.ReLU()]
+    blocks = [Block(CHANNELS) for _ in range(convolutions // 2)]
+    return he_initialized(nn.Sequential(*stem, *blocks, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16 * CHANNELS, 10)))
 
 
-def nothing(model: nn.Module, optimizer: Optimizer) -> None:
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+Build = Callable[[int, Tensor], nn.Sequential]
+"""(depth, images to train on) -> net."""
+Attach = Callable[[nn.Module, Optimizer, Tensor], object]
+"""(net, its optimizer, images): make something act in every step."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A net and what keeps it in balance. `rates`: the learning rate for each depth of its study, chosen by `tune`."""
+
+    name: str
+    build: Build
+    attach: Attach
+    rates: tuple[float, ...]
+    colour: str  # from the Okabe-Ito palette, which colour-blind readers can tell apart
+    marker: str
+    how: str = ""  # what to give to `convert`, and what comes then
+
+
+def without_bias(depth: int, images: Tensor) -> nn.Sequential:
+    return fully_connected(depth, images, bias=False)
+
+
+def batch_norm(depth: int, images: Tensor) -> nn.Sequential:
+    return fully_connected(depth, images, norm=True)
+
+
+def converted(method: str, data_dependent: bool = False) -> Build:
+    """The residual net with one of `equinorm.methods()`; `data_dependent`: initialized from 256 images."""
+
+    def build(depth: int, images: Tensor) -> nn.Sequential:
+        batch = images[:256] if data_dependent else None
+        model, _ = equinorm.convert(residual(depth), method, images[:2], init_batch=batch)
+        assert isinstance(model, nn.Sequential)
+        return model
+
+    return build
+
+
+def nothing(model: nn.Module, optimizer: Optimizer, images: Tensor) -> None:
     """The baseline."""
 
 
-def enorm(c: float, bias: str = "safe") -> Callable[[nn.Module, Optimizer], object]:
-    def attach(model: nn.Module, optimizer: Optimizer) -> object:
-        return equinorm.ENorm(model, optimizer, torch.zeros(2, 64), c=c, bias=bias).attach()
+def enorm(c: float, bias: str = "safe") -> Attach:
+    def attach(model: nn.Module, optimizer: Optimizer, images: Tensor) -> object:
+        return equinorm.ENorm(model, optimizer, images[:2], c=c, bias=bias).attach()
 
     return attach
+
+
+def mean_shift_rejection(model: nn.Module, optimizer: Optimizer, images: Tensor) -> object:
+    return equinorm.MeanShiftRejection(model, optimizer).attach()
 
 
 METHODS = (
@@ -113,28 +165,87 @@ METHODS = (
     Method("ENorm-1.2, plain biases", fully_connected, enorm(1.2, "plain"), (0.2, 0.05, 0.05, 0.02), "#CC79A7", "x"),
 )
 
+FAMILIES = (
+    Method("no normalization", converted("none"), nothing, (0.02,), "#000000", "o", '"none"'),
+    Method("BatchNorm", converted("batchnorm"), nothing, (0.02,), "#0072B2", "s", '"batchnorm"'),
+    Method("ENorm", converted("none"), enorm(1.0), (0.01,), "#56B4E9", "v", '"none", then ENorm'),
+    Method("EquiNorm", converted("equinorm"), nothing, (0.1,), "#009E73", "D", '"equinorm"'),
+    Method(
+        "mean shift rejection", converted("msr"), mean_shift_rejection, (0.5,), "#D55E00", "^",
+        '"msr", then MeanShiftRejection',
+    ),
+    Method(
+        "weight norm", converted("weightnorm", data_dependent=True), nothing, (0.02,), "#CC79A7", "P",
+        '"weightnorm", init_batch=images',
+    ),
+    Method(
+        "scaled weight norm", converted("scaled_weightnorm"), nothing, (0.1,), "#E69F00", "X",
+        '"scaled_weightnorm"',
+    ),
+)  # fmt: skip
+
+# -- studies -----------------------------------------------------------------------------------------------------------
+
+
+def standardized(images: Tensor, like: Tensor) -> Tensor:
+    """Vectors of mean 0 and variance 1 over all pixels of the images to train on."""
+    return ((images - like.mean()) / like.std(correction=0)).flatten(1).float()
+
+
+def pixels(images: Tensor, like: Tensor) -> Tensor:
+    """Pixels in [0, 1] as they are, which EquiNorm asks for."""
+    return images.unsqueeze(1).float()
+
+
+@dataclass(frozen=True)
+class Study:
+    """Methods that are trained in the same way."""
+
+    net: str
+    methods: tuple[Method, ...]
+    depths: tuple[int, ...]
+    inputs: Callable[[Tensor, Tensor], Tensor]
+    steps: int
+    momentum: float
+
+    def method(self, name: str) -> Method:
+        return next(method for method in self.methods if method.name == name)
+
+    def rate(self, method: Method, depth: int) -> float:
+        return method.rates[self.depths.index(depth)]
+
+
+DEEP = Study("fully connected", METHODS, DEPTHS, standardized, steps=200, momentum=0.0)
+RESIDUAL = Study("residual", FAMILIES, (CONVOLUTIONS,), pixels, steps=150, momentum=0.9)
+STUDIES = (DEEP, RESIDUAL)
+
+
+def study_of(net: str) -> Study:
+    return next(study for study in STUDIES if study.net == net)
+
+
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Job:
-    method: int  # in METHODS
-    depth: int
-    lr: float
-    seed: int
-    steps: int
-    validation: bool = False  # train on a part of the training set and test on the rest of it
-
-
-@dataclass(frozen=True)
-class Run:
-    """A line of `runs.jsonl`."""
-
+class Setting:
+    net: str  # of a study
     method: str
     depth: int
     lr: float
     seed: int
     steps: int
+
+
+@dataclass(frozen=True)
+class Job(Setting):
+    validation: bool = False  # train on a part of the training set and test on the rest of it
+
+
+@dataclass(frozen=True)
+class Run(Setting):
+    """A line of `runs.jsonl`."""
+
     split: str
     accuracy: float | None  # None: diverged
     diverged_at: int | None
@@ -148,18 +259,20 @@ def digits(validation: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     train, test, train_y, test_y = train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)
     if validation:
         train, test, train_y, test_y = train_test_split(train, train_y, test_size=270, random_state=0, stratify=train_y)
-    mean, deviation = train.mean(), train.std()
-    scaled = [torch.from_numpy((x - mean) / deviation).float() for x in (train, test)]
+    scaled = [torch.from_numpy(x / 16).view(-1, 8, 8) for x in (train, test)]
     return scaled[0], torch.from_numpy(train_y), scaled[1], torch.from_numpy(test_y)
 
 
 def train(job: Job) -> tuple[nn.Sequential, int | None]:
     """The trained net, and the step at which its loss stopped being a number, if it did."""
-    images, labels, _, _ = digits(job.validation)
+    study = study_of(job.net)
+    method = study.method(job.method)
+    raw, labels, _, _ = digits(job.validation)
+    images = study.inputs(raw, raw)
     torch.manual_seed(job.seed)
-    model = METHODS[job.method].build(job.depth)
-    optimizer = SGD(model.parameters(), lr=job.lr, weight_decay=WEIGHT_DECAY)
-    METHODS[job.method].attach(model, optimizer)
+    model = method.build(job.depth, images)
+    optimizer = SGD(parameter_groups(model, WEIGHT_DECAY), lr=job.lr, momentum=study.momentum)
+    method.attach(model, optimizer, images)
     schedule = LambdaLR(optimizer, lambda step: 1 - step / job.steps)
     for step, batch in enumerate(batches(len(images), job.steps)):
         loss = cross_entropy(model(images[batch]), labels[batch])
@@ -185,15 +298,14 @@ def run_job(job: Job) -> Run:
     """Train and test one net. (A process of its own may do this, so arguments and result are plain.)"""
     start = time.monotonic()
     model, diverged = train(job)
-    _, _, images, labels = digits(job.validation)
+    seen, _, images, labels = digits(job.validation)
     model.eval()
     with torch.no_grad():
-        correct = model(images).argmax(1) == labels
+        correct = model(study_of(job.net).inputs(images, seen)).argmax(1) == labels
     accuracy = None if diverged is not None else round(100 * float(correct.float().mean()), 2)
     split = "validation" if job.validation else "test"
     seconds = round(time.monotonic() - start, 2)
-    name = METHODS[job.method].name
-    return Run(name, job.depth, job.lr, job.seed, job.steps, split, accuracy, diverged, seconds)
+    return Run(job.net, job.method, job.depth, job.lr, job.seed, job.steps, split, accuracy, diverged, seconds)
 
 
 # -- many runs ---------------------------------------------------------------------------------------------------------
@@ -242,28 +354,27 @@ def _one_thread() -> Iterator[None]:
 
 
 def run(out: Path, seed: int = 0, quick: bool = False, command: Sequence[str] = ("equinorm", "demo")) -> None:
-    """Train every method at every depth; print a table, draw a picture, and keep every run."""
+    """Train every method at every depth; print tables, draw a picture, and keep every run."""
     console = Console()
     start = time.monotonic()
-    depths, seeds, steps = ((1, 15), 1, 150) if quick else (DEPTHS, SEEDS, STEPS)
+    seeds, every = (1, 2) if quick else (SEEDS, 1)
     _make_folder(out)
     jobs = [
-        Job(number, depth, method.rates[DEPTHS.index(depth)], seed + i, steps)
-        for number, method in enumerate(METHODS)
-        for depth in depths
+        Job(study.net, method.name, depth, study.rate(method, depth), seed + i, study.steps)
+        for study in STUDIES
+        for method in study.methods
+        for depth in study.depths[::every]
         for i in range(seeds)
     ]
     runs = run_all(jobs, console, "training")
-    energies = balanced_energies(replace(jobs[0], depth=15, lr=METHODS[0].rates[DEPTHS.index(15)]))
-    table = summary(runs)
-    protocol = protocol_of(seeds, steps, seed)
-    lines = [header(command, protocol), *(asdict(r) for r in runs), {"energies": asdict(energies)}]
+    energies = balanced_energies(replace(jobs[0], depth=15, lr=DEEP.rate(METHODS[0], 15)))
+    lines = [header(command, protocol_of(seeds, seed)), *(asdict(r) for r in runs), {"energies": asdict(energies)}]
     write_text(out / "runs.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     text = io.StringIO()
-    plain = Console(file=text, width=110)
-    for target in (console, plain):
-        target.print(table)
-        target.print(protocol, markup=False, highlight=False)
+    for target in (console, Console(file=text, width=110)):
+        target.print(by_depth([r for r in runs if r.net == DEEP.net]))
+        target.print(by_family([r for r in runs if r.net == RESIDUAL.net]))
+        target.print(protocol_of(seeds, seed), markup=False, highlight=False)
         target.print(energies.sentence(), markup=False, highlight=False)
     write_text(out / "table.txt", text.getvalue())
     draw(runs, energies, out / "demo.png")
@@ -278,9 +389,10 @@ def tune(out: Path, command: Sequence[str]) -> None:
     console = Console()
     _make_folder(out)
     jobs = [
-        Job(number, depth, lr, seed, STEPS, validation=True)
-        for number in range(len(METHODS))
-        for depth in DEPTHS
+        Job(study.net, method.name, depth, lr, seed, study.steps, validation=True)
+        for study in STUDIES
+        for method in study.methods
+        for depth in study.depths
         for lr in RATES
         for seed in (1000, 1001)
     ]
@@ -290,10 +402,12 @@ def tune(out: Path, command: Sequence[str]) -> None:
         *(asdict(r) for r in runs),
     ]
     write_text(out / "tuning.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    for method in METHODS:
-        chosen = tuple(best_rate([r for r in runs if r.method == method.name and r.depth == d]) for d in DEPTHS)
-        note = "" if chosen == method.rates else f" (METHODS has {method.rates})"
-        console.print(f"{method.name}: {chosen}{note}", markup=False, highlight=False)
+    for study in STUDIES:
+        for method in study.methods:
+            mine = [r for r in runs if (r.net, r.method) == (study.net, method.name)]
+            chosen = tuple(best_rate([r for r in mine if r.depth == d]) for d in study.depths)
+            note = "" if chosen == method.rates else f" (the demo has {method.rates})"
+            console.print(f"{study.net}, {method.name}: {chosen}{note}", markup=False, highlight=False)
     console.print(f"Written to {out / 'tuning.jsonl'}", markup=False, highlight=False)
 
 
@@ -326,32 +440,45 @@ def header(command: Sequence[str], protocol: str) -> dict[str, Any]:
     }
 
 
-def protocol_of(seeds: int, steps: int, seed: int) -> str:
+def protocol_of(seeds: int, seed: int) -> str:
     _, labels, _, test_labels = digits(validation=False)
     several = (
         f"median (lowest to highest) of {seeds} seeds, {seed} to {seed + seeds - 1}"
         if seeds > 1
         else f"one seed, {seed}"
     )
-    short = f" Rates were chosen for {STEPS} steps." if steps != STEPS else ""
     return (
         f"Test accuracy in %, {several}. scikit-learn's digits: {len(labels):,} images to train on, {len(test_labels)} "
-        f"to test on, one fixed split. Width {WIDTH}, He initialization, SGD without momentum, batch {BATCH}, {steps} "
-        f"steps, learning rate falling linearly to 0, weight decay {WEIGHT_DECAY:g}. Learning rates chosen for each "
-        f"method and depth from {', '.join(map(str, RATES))} on 270 images held out of the training set (equinorm demo "
-        f"--tune), never on the test set; plain biases run at the rates of safe ones.{short}"
+        f"to test on, one fixed split. He initialization, SGD, batch {BATCH}, learning rate falling linearly to 0, "
+        f"weight decay {WEIGHT_DECAY:g}. Fully connected nets: width {WIDTH}, standardized inputs, no momentum, "
+        f"{DEEP.steps} steps. Residual net: {CONVOLUTIONS} convolutions, 3 by 3, of {CHANNELS} channels, pixels in "
+        f"[0, 1], momentum {RESIDUAL.momentum}, {RESIDUAL.steps} steps. Learning rates chosen for each method and "
+        f"depth from {', '.join(map(str, RATES))} on 270 images held out of the training set (equinorm demo --tune), "
+        "never on the test set; plain biases run at the rates of safe ones."
     )
 
 
-def summary(runs: Sequence[Run]) -> Table:
+def by_depth(runs: Sequence[Run]) -> Table:
     depths = sorted({r.depth for r in runs})
-    title = "Test accuracy by number of intermediary layers"
+    title = "Fully connected nets, by number of intermediary layers"
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("method", no_wrap=True)
     for depth in depths:
         table.add_column(str(depth), justify="right", no_wrap=True)
     for name in dict.fromkeys(r.method for r in runs):
         table.add_row(name, *(cell([r for r in runs if r.method == name and r.depth == d]) for d in depths))
+    return table
+
+
+def by_family(runs: Sequence[Run]) -> Table:
+    title = f"Every family on a residual net of {CONVOLUTIONS} convolutions"
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    table.add_column("accuracy", justify="right", no_wrap=True)
+    table.add_column("equinorm.convert(net, ..., x)", no_wrap=True)
+    for name in dict.fromkeys(r.method for r in runs):
+        mine = [r for r in runs if r.method == name]
+        table.add_row(name, cell(mine).replace("\n", "  "), RESIDUAL.method(name).how)
     return table
 
 
@@ -384,10 +511,11 @@ class Energies:
 
 
 def balanced_energies(job: Job) -> Energies:
-    _, _, images, _ = digits(validation=False)
+    seen, _, unseen, _ = digits(validation=False)
+    images = study_of(job.net).inputs(unseen, seen).double()
     with _one_thread():
         model = train(job)[0].double()
-    symmetry = equinorm.trace(model, images.double())
+    symmetry = equinorm.trace(model, images)
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def energy() -> list[float]:
@@ -395,28 +523,31 @@ def balanced_energies(job: Job) -> Energies:
 
     with torch.no_grad():
         before, after, change = energy(), {}, 0.0
-        outputs = model(images.double())
+        outputs = model(images)
         for c in (1.0, 1.2):
             model.load_state_dict(original)
             equinorm.balance_(model, symmetry=symmetry, c=c)
             after[f"{c:g}"] = energy()
-            change = max(change, float((model(images.double()) - outputs).abs().max() / outputs.abs().max()))
+            change = max(change, float((model(images) - outputs).abs().max() / outputs.abs().max()))
     return Energies(job.depth, before, after, change)
 
 
 def draw(runs: Sequence[Run], energies: Energies, path: Path) -> None:
-    """Accuracy against depth, and energy per layer before and after balancing."""
+    """Accuracy against depth, energy per layer before and after balancing, and accuracy of every family."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), dpi=160, layout="constrained")
+    figure = Figure(figsize=(11, 7.8), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)  # no display, no global state
-    left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_accuracy(left, runs)
-    _draw_energies(right, energies)
-    for axes in (left, right):
+    panels = figure.subplot_mosaic(
+        [["depth", "energy"], ["family", "family"]], width_ratios=[1.25, 1], height_ratios=[1.6, 1]
+    )
+    _draw_accuracy(panels["depth"], [r for r in runs if r.net == DEEP.net])
+    _draw_energies(panels["energy"], energies)
+    _draw_families(panels["family"], [r for r in runs if r.net == RESIDUAL.net])
+    for name, axes in panels.items():
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="0.9", linewidth=0.8)
+        axes.grid(axis="x" if name == "family" else "y", color="0.9", linewidth=0.8)
         axes.set_axisbelow(True)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
@@ -458,7 +589,7 @@ def _draw_accuracy(axes: Any, runs: Sequence[Run]) -> None:
     axes.set_ylabel("test accuracy (%)")
     seeds = len({r.seed for r in runs})
     note = f": median, lowest and highest of {seeds} seeds" if seeds > 1 else ""
-    axes.set_title(f"Deep ReLU nets on digits{note}", loc="left", fontsize=11)
+    axes.set_title(f"Deep fully connected nets{note}", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=8.5, loc="lower left")
 
 
@@ -472,6 +603,27 @@ def _draw_energies(axes: Any, energies: Energies) -> None:
     axes.set_ylabel("energy ‖W‖²")
     axes.set_title(f"One net, {energies.depth} intermediary layers, same function", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=8.5)
+
+
+def _draw_families(axes: Any, runs: Sequence[Run]) -> None:
+    """A line for each method: the median, and from the lowest to the highest seed."""
+    names = list(dict.fromkeys(r.method for r in runs))
+    found = {name: [r.accuracy or 0.0 for r in runs if r.method == name] for name in names}  # 0: diverged
+    middles = {name: statistics.median(values) for name, values in found.items()}
+    floor = max(0.0, 5 * math.floor((min(middles.values()) - 1) / 5))
+    for row, name in enumerate(names):
+        method, middle, low, high = RESIDUAL.method(name), middles[name], min(found[name]), max(found[name])
+        axes.plot([max(low, floor), high], [row, row], color=method.colour, linewidth=1.6)
+        axes.plot(middle, row, color=method.colour, marker=method.marker, markersize=8)
+        axes.annotate(f"{middle:.1f}", (high, row), (10, 0), textcoords="offset points", va="center", fontsize=8.5)
+        if low < floor:  # a seed that failed does not set the scale
+            axes.annotate(f"lowest seed {low:.0f}", (floor, row), (6, 7), textcoords="offset points", va="center",
+                          color=method.colour, fontsize=8.5)  # fmt: skip
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(floor, 100)
+    axes.set_xlabel("test accuracy (%)")
+    axes.set_title(f"Every family on a residual net of {CONVOLUTIONS} convolutions", loc="left", fontsize=11)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def capture(model: nn.Module, example_inputs: Any, keep: Sequence[str] = ()) -> 
     model = unwrap(model)
     parameters = describe_parameters(model, keep)
     args, kwargs = example_arguments(model, example_inputs)
-    exported, call_sites = _export(model, args, kwargs)
+    exported, call_sites = export(model, args, kwargs)
     if _must_functionalise(exported.graph_module, writable=set(exported.graph_signature.inputs_to_buffers)):
         exported = exported.run_decompositions({})
     return _described(model, exported, parameters, call_sites)
@@ -222,9 +222,13 @@ def _recorded_calls(model: nn.Module) -> Iterator[dict[str, str]]:
         handle.remove()
 
 
-def _export(
+def export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    """`torch.export` without its traces in settings, logs and random state; and by module path who called the module.
+
+    >>> exported, call_sites = export(model, (images,), {})
+    """
     with _undisturbed(model), _recorded_calls(model) as call_sites:
         try:
             return torch.export.export(model, args, kwargs, strict=False), call_sites
