@@ -1,8 +1,9 @@
-"""ENorm on a GPU: inside a captured step, the same on every run, and equal to the CPU."""
+"""ENorm on a GPU: fused kernels equal to their plain twin, inside a captured step, the same on every run."""
 
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,6 +20,56 @@ def net(bias: bool = True) -> nn.Sequential:
     layers: list[nn.Module] = []
     for a, b in ((12, 32), (32, 32), (32, 32), (32, 5)):
         layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def perturbed(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model out of balance, so that a step has something to do."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for q in model.parameters():
+            q.mul_(torch.randn_like(q).exp())
+    return model.to(dtype)
+
+
+class Residual(nn.Module):
+    """A stream with two kinds of residual branches, one with the stream on both sides; then a flattened image."""
+
+    def __init__(self, width: int = 6, inner: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.a, self.b = nn.Conv2d(width, inner, 3, padding=1), nn.Conv2d(inner, width, 1, bias=False)
+        self.c = nn.Conv2d(width, width, 3, padding=1)
+        self.head = nn.Linear(width * 9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.b(F.relu(self.a(F.relu(x))))
+        x = x + self.c(F.relu(x))
+        return self.head(F.relu(x).flatten(1))
+
+
+class Groups(nn.Module):
+    """Grouped, depthwise and transposed convolutions, a norm's gain and a dense connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 1)
+        self.b = nn.Conv2d(8, 12, 3, padding=1, groups=4)
+        self.c = nn.Conv2d(12, 12, 3, padding=1, groups=12)
+        self.d = nn.ConvTranspose2d(12, 6, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(6)
+        self.e = nn.Conv2d(14, 5, 1)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.a(x))
+        x = F.relu(self.norm(self.d(F.relu(self.c(F.relu(self.b(first)))))))
+        return self.head(F.relu(self.e(torch.cat([first, x], 1))).mean((2, 3)))
+
+
+def chain(*widths: int) -> nn.Sequential:
+    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -98,3 +149,134 @@ def test_balance_on_the_gpu() -> None:
     report = equinorm.balance_(model, x)
     assert report.converged
     torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-13)
+
+
+# -- fused kernels -----------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "momentum": lambda q: torch.optim.SGD(q, lr=0.01, momentum=0.9),
+    "AMSGrad": lambda q: torch.optim.Adam(q, lr=0.01, amsgrad=True),
+    "Adafactor": lambda q: torch.optim.Adafactor(q, lr=0.01),
+}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-12}
+NETS = {
+    "chain": (lambda: chain(12, 500, 37, 300, 5), (2, 12)),
+    "residual": (lambda: Residual(36, 40), (2, 3, 3, 3)),
+    "groups": (Groups, (2, 3, 3, 3)),
+}
+
+
+def moved_by_one_step(
+    model: nn.Module, shape: tuple[int, ...], backend: str, optimizer: str, early: bool = False, **options: object
+) -> dict[str, Tensor]:
+    """All that a step from a made-up point in training moves."""
+    model = copy.deepcopy(model)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    example = torch.zeros(shape, device="cuda", dtype=next(model.parameters()).dtype)
+    enorm = equinorm.ENorm(model, chosen, example, backend=backend, **options)
+    assert enorm.backend == backend
+    if enorm._fused is not None:
+        enorm._fused.early = early
+    draw = torch.Generator("cuda").manual_seed(1)
+    enorm.load_state_dict(
+        {"log_t": 0.3 * torch.randn(len(enorm.log_t), generator=draw, device="cuda").double(), "calls": 0}
+    )
+    for scale in (0.01, 1.0):
+        for q in model.parameters():
+            q.grad = torch.empty_like(q).copy_(scale * torch.randn(q.shape, generator=draw, device="cuda"))
+        if scale < 1:
+            chosen.step()
+    enorm.step()
+    moved = {"log_t": enorm.log_t, "t": enorm._gains.t}
+    for name, q in model.named_parameters():
+        moved |= {name: q.detach(), f"{name}.grad": q.grad}
+        moved |= {f"{name}.{k}": v for k, v in chosen.state[q].items() if isinstance(v, Tensor) and v.ndim}
+    return moved
+
+
+def assert_same(fused: dict[str, Tensor], plain: dict[str, Tensor], tolerance: float) -> None:
+    for name, expected in plain.items():
+        scale = max(float(expected.abs().max()), 1e-30)
+        error = float((fused[name].double() - expected.double()).abs().max()) / scale
+        assert error < tolerance, f"{name} is off by {error:.1e} of its largest value"
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", NETS)
+def test_the_fused_step_equals_the_plain_one(name: str, dtype: torch.dtype, last: bool) -> None:
+    make, shape = NETS[name]
+    model = perturbed(make(), dtype).cuda()
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+    plain, fused = (moved_by_one_step(model, shape, b, "momentum", c=1.2) for b in ("plain", "triton"))
+    assert_same(fused, plain, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("p", "cycles"), [(1.0, 1), (1.5, 2), (3.0, 1), (7.5, 1)])
+def test_any_norm_and_any_state(p: float, cycles: int, optimizer: str) -> None:
+    model = perturbed(Residual()).cuda()
+    plain, fused = (
+        moved_by_one_step(model, (2, 3, 3, 3), b, optimizer, p=p, cycles=cycles) for b in ("plain", "triton")
+    )
+    assert_same(fused, plain, 1e-5)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_launches_that_begin_early_change_nothing(name: str) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs programmatic dependent launch")
+    make, shape = NETS[name]
+    model = perturbed(make()).cuda()
+    late, early = (moved_by_one_step(model, shape, "triton", "momentum", c=1.2, early=e) for e in (False, True))
+    for key, expected in late.items():
+        assert torch.equal(early[key], expected), key
+
+
+def test_a_step_allocates_nothing_and_does_not_wait() -> None:
+    model = net().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    enorm = equinorm.ENorm(model, optimizer, torch.zeros(2, 12, device="cuda"), c=1.2)
+    for x, y in batches(2):
+        step(model, optimizer, x, y)
+        enorm.step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            enorm.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_gradients_made_inside_a_capture_are_found() -> None:
+    """Whole-step capture as torch's documentation does it: gradients are None before, so they are the graph's own."""
+    data = batches(8)
+    models = [net().cuda(), net().cuda()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+    for m, o in zip(models, optimizers, strict=True):
+        equinorm.ENorm(m, o, torch.zeros(2, 12, device="cuda"), c=1.2).attach()
+    for x, y in data:
+        step(models[0], optimizers[0], x, y)
+    x, y = (t.clone() for t in data[0])
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(models[1], optimizers[1], x, y)
+    torch.cuda.synchronize()
+    optimizers[1].zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        F.cross_entropy(models[1](x), y).backward()
+        optimizers[1].step()
+    for new_x, new_y in data[1:]:
+        x.copy_(new_x)
+        y.copy_(new_y)
+        for q in models[1].parameters():
+            q.grad.zero_()
+        graph.replay()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)

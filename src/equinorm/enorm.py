@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,22 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from .objective import Objective, imbalance, layouts
-from .optimizers import carry_state_, check_optimizer, decoupled_decay, step_is_linear
+from .objective import Objective, Sum, imbalance, layouts
+from .optimizers import (
+    carry_state_,
+    check_optimizer,
+    decoupled_decay,
+    needs_functions,
+    powered_state,
+    step_is_linear,
+)
 from .solver import Cycle, Solution, hold_unbalanced, minimise
-from .symmetry import ScaledParameter, Symmetry, trace
+from .symmetry import ScaledParameter, Symmetry, Term, trace
 from .symmetry.symmetry import out_of_range
+
+if TYPE_CHECKING:
+    from .kernels.enorm import FusedCycle
+    from .kernels.enorm_foreach import ForeachCycle
 
 # -- once: the exact optimum -------------------------------------------------------------------------------------------
 
@@ -151,23 +163,22 @@ def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline
     while True:
         hold_unbalanced(objective)
         solution = minimise(objective, symmetry.birth, tol, deadline)
-        beyond = _beyond_range(symmetry, solution.log_scales) & objective.free
+        beyond = _beyond_range(symmetry.moving, symmetry.tensor, solution.log_scales) & objective.free
         if not bool(beyond.any()):
             return solution
         objective.fixed[:-1] |= beyond
 
 
-def _beyond_range(symmetry: Symmetry, log_scales: Tensor) -> Tensor:
-    """Variables whose scale makes a parameter overflow or vanish."""
-    beyond = torch.zeros(symmetry.num_scales + 1, dtype=torch.bool, device=log_scales.device)
+def _beyond_range(terms: Iterable[ScaledParameter], tensors: Callable[[str], Tensor], log_scales: Tensor) -> Tensor:
+    """Variables whose scale makes a parameter overflow or vanish. No value is looked at by the host."""
+    n = len(log_scales)
+    beyond = torch.zeros(n + 1, dtype=torch.bool, device=log_scales.device)
     padded = torch.cat([log_scales, log_scales.new_zeros(1)])
-    for w in symmetry.moving:
-        tensor = symmetry.tensor(w.name)
-        bad = out_of_range(tensor, w.factor(padded).to(padded.device))
+    for w in terms:
+        bad = out_of_range(tensors(w.name), w.factor(padded))
         for term in (w.out, w.into):
             if term is not None:
-                index, where = torch.broadcast_tensors(term.index.to(bad.device), bad)
-                beyond.index_put_((index[where],), torch.ones((), dtype=torch.bool, device=beyond.device))
+                beyond[torch.where(bad, term.index, n).reshape(-1)] = True
     return beyond[:-1]
 
 
@@ -177,6 +188,9 @@ def _touches(w: ScaledParameter, variables: Tensor) -> bool:
 
 
 # -- in training: one cycle after every step ---------------------------------------------------------------------------
+
+_BIASES = ("safe", "plain", "skip")
+_BACKENDS = ("auto", "plain", "foreach", "triton")
 
 
 class ENorm:
@@ -203,6 +217,11 @@ class ENorm:
         parameters, keep: as in `equinorm.balance_`.
         companions: other copies of the model that must keep computing what they compute (EMA, SWA).
         symmetry: from `equinorm.trace`, to save tracing again.
+        gradients: whether `.grad` moves along, which takes a pass of its own. False is right where gradients are set to
+            zero (or None) before the next backward pass adds to them.
+        backend: "triton", a few fused kernels on a GPU; "foreach", few torch operations; "plain", many, layer by layer.
+            All compute the same. By default ("auto") the first that can be used: the attribute `backend` says which it
+            is, and `why_not` why not an earlier one.
 
     Safe biases. In balanced coordinates with c > 1 the scale t of a layer deep inside falls to about c^(-q²/8). A
     stored bias b' = b·t has the gradient g/t, so its effective learning rate is lr/t²: 10⁹ for 19 layers, which is why
@@ -227,9 +246,12 @@ class ENorm:
         keep: Iterable[str] = (),
         companions: Iterable[nn.Module] = (),
         symmetry: Symmetry | None = None,
+        gradients: bool = True,
+        backend: str = "auto",
     ) -> None:
-        if bias not in ("safe", "plain", "skip"):
-            raise ValueError(f"bias must be 'safe', 'plain' or 'skip', got {bias!r}")
+        for name, choice, known in (("bias", bias, _BIASES), ("backend", backend, _BACKENDS)):
+            if choice not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
         for name, number in (("p", p), ("c", c), ("cycles", cycles), ("every", every)):
             if not 0 < number < float("inf"):
                 raise ValueError(f"{name} must be positive, got {number!r}")
@@ -239,6 +261,7 @@ class ENorm:
         self.symmetry, self.optimizer = symmetry, optimizer
         self.p, self.c, self.cycles, self.every, self.bias = float(p), float(c), int(cycles), int(every), bias
         self.companions = [symmetry.bind(_inner(other)) for other in companions]
+        self.gradients, self._wanted = gradients, backend
         self._counted = _counted(symmetry, parameters)
         self._handles: list[RemovableHandle] = []
         self._attached: _Handle | None = None
@@ -257,12 +280,12 @@ class ENorm:
             return
         tensors = self._tensors()
         check_optimizer(self.optimizer, tensors.values())
-        self._objective.load(tensors.__getitem__)
-        s = torch.zeros_like(self.log_t, dtype=self._objective.dtype)
-        for _ in range(self.cycles):
-            s = self._cycle.run(s)
-        s = self._representable(s, tensors)
-        self._move(s, tensors)
+        if self._fused is not None and not self._fused.fits(tensors.values()):
+            self._prepare(self.log_t)  # the model was moved, or laid out anew in memory
+        if self._fused is None:
+            self._step_plain(tensors)
+        else:
+            self._step_fused(self._fused, tensors)
 
     def attach(self) -> RemovableHandle:
         """Call `step` by itself after every step of the optimizer, until the returned handle's `remove()`."""
@@ -301,15 +324,16 @@ class ENorm:
                 "load it into an ENorm made for the same architecture and options"
             )
         self.log_t.copy_(log_t)
-        self._set_gains(self._bias_gains())
+        self._gains.measure_(self.log_t)
         self.calls = int(state["calls"])
 
     @torch.no_grad()
     def imbalance(self) -> float:
         """The largest |log(incoming / outgoing mass)| at the present weights."""
-        self._objective.load(self._tensors().__getitem__)
-        point = self._objective.at(torch.zeros_like(self.log_t, dtype=self._objective.dtype))
-        return float(imbalance(point, self._objective.free & (point.up > 0) & (point.down > 0)))
+        objective, _ = self._plain()
+        objective.load(self._tensors().__getitem__)
+        point = objective.at(torch.zeros_like(self.log_t, dtype=objective.dtype))
+        return float(imbalance(point, objective.free & (point.up > 0) & (point.down > 0)))
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
@@ -333,49 +357,144 @@ class ENorm:
         moving = self.symmetry.moving
         first = self.symmetry.tensor(moving[0].name)
         wide = self.p > 4 or any(self.symmetry.tensor(w.name).dtype == torch.float64 for w in moving)
-        dtype, device = (torch.float64 if wide else torch.float32), first.device
+        self._dtype, self._device = (torch.float64 if wide else torch.float32), first.device
         n = self.symmetry.num_scales
-        self._objective = Objective(n, self.p, layouts(self.symmetry, self.p, self.c, self._counted), dtype, device)
+        self._fixed = torch.zeros(n + 1, dtype=torch.bool)
+        self._fixed[n] = True
         if self.bias == "skip":
-            for w in moving:
-                for term in (w.out, w.into):
-                    if term is not None and not w.multiplicative:
-                        self._objective.fixed[term.index.reshape(-1).to(device)] = True
-        self._cycle = Cycle(self._objective, self.symmetry.birth)
+            for term in (term for w in moving if not w.multiplicative for term in (w.out, w.into) if term is not None):
+                self._fixed[term.index.reshape(-1)] = True
         # a bias that writes to a frozen scale (the last layer's) does not move, but its layer's inputs do
         owned = [w for w in self.symmetry.parameters if self.bias == "safe" and w.fan_in is not None]
-        self._terms = {w.name: w.to(device) for w in dict.fromkeys([*moving, *owned])}
-        exact = dtype if device.type == "mps" else torch.float64
-        self.log_t = torch.zeros(n, dtype=exact, device=device) if log_t is None else log_t.to(device, exact, copy=True)
-        self._gains = self._bias_gains()
+        self._terms = {w.name: w for w in dict.fromkeys([*moving, *owned])}
+        self._placed: dict[str, ScaledParameter] = {}
+        self._plain_parts: tuple[Objective, Cycle] | None = None
+        exact = self._dtype if self._device.type == "mps" else torch.float64
+        since = torch.zeros(n) if log_t is None else log_t
+        self.log_t = since.to(self._device, exact, copy=True)
+        self._gains = Gains([w for w in self._terms.values() if w in owned], self.log_t)  # in the order of the terms
+        self.why_not: dict[str, str] = {}
+        self._fused = self._fuse()
+        if self._fused is None:
+            self._plain()  # now, so that the first step may be captured
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: self.symmetry.tensor(name) for name in self._terms}
 
-    # -- moving to new coordinates -------------------------------------------------------------------------------------
+    def _place(self, name: str) -> ScaledParameter:
+        """A parameter's terms on its device."""
+        if name not in self._placed:
+            self._placed[name] = self._terms[name].to(self._device)
+        return self._placed[name]
+
+    # -- a step in torch operations ------------------------------------------------------------------------------------
+
+    def _plain(self) -> tuple[Objective, Cycle]:
+        """The objective and its cycle, made when they are first needed."""
+        if self._plain_parts is None:
+            chosen = layouts(self.symmetry, self.p, self.c, self._counted)
+            objective = Objective(self.symmetry.num_scales, self.p, chosen, self._dtype, self._device)
+            objective.fixed |= self._fixed.to(self._device)
+            for name in self._terms:
+                self._place(name)
+            self._plain_parts = objective, Cycle(objective, self.symmetry.birth)
+        return self._plain_parts
+
+    def _step_plain(self, tensors: dict[str, Tensor]) -> None:
+        objective, cycle = self._plain()
+        objective.load(tensors.__getitem__)
+        s = torch.zeros_like(self.log_t, dtype=objective.dtype)
+        for _ in range(self.cycles):
+            s = cycle.run(s)
+        s = self._representable(s, tensors)
+        padded = torch.cat([s, s.new_zeros(1)])
+        self.log_t += s
+        self._gains.measure_(self.log_t)
+        for name, tensor in tensors.items():
+            factor = self._place(name).factor(padded)
+            tensor.mul_(factor)
+            if self.gradients and tensor.grad is not None:
+                tensor.grad.div_(factor)
+            carry_state_(self.optimizer, tensor, factor, self._gain_change(name))
+            for other in self.companions:
+                twin = other.tensor(name)
+                twin.mul_(factor.to(twin.device))
 
     def _representable(self, s: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """Half precision has little range: a scale that would leave it stays where it is."""
         if all(q.dtype != torch.float16 for q in tensors.values()):
             return s
-        return torch.where(_beyond_range(self.symmetry, s), 0.0, s)
+        terms = [self._place(w.name) for w in self.symmetry.moving]
+        return torch.where(_beyond_range(terms, tensors.__getitem__, s), 0.0, s)
 
-    def _move(self, s: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Multiply weights, gradients, optimizer state and companions by the factors of log-scales s."""
-        padded = torch.cat([s, s.new_zeros(1)])
-        self.log_t += s
-        gains = self._bias_gains()
-        for name, w in self._terms.items():
-            tensor, factor = tensors[name], w.factor(padded)
-            tensor.mul_(factor)
-            if tensor.grad is not None:
-                tensor.grad.div_(factor)
-            gain = (gains[name] / self._gains[name]).square() if name in gains and self._linear else None
-            carry_state_(self.optimizer, tensor, factor, gain)
-            for other in self.companions:
-                twin = other.tensor(name)
+    # -- the same in fused kernels -------------------------------------------------------------------------------------
+
+    def _fuse(self) -> FusedCycle | ForeachCycle | None:
+        """The fused step of the first backend that can be used; None for the plain one."""
+        from .kernels.enorm_plan import InexpressibleError
+
+        tensors = list(self._tensors().values())
+        fused = ("triton", "foreach") if self._device.type == "cuda" else ("foreach",)
+        for backend in (*fused, "plain") if self._wanted == "auto" else (self._wanted,):
+            self.backend = backend
+            if backend == "plain":
+                return None
+            reason = _why_not(backend, tensors)
+            try:
+                if not reason:
+                    return self._fused_by(backend, tensors)
+            except InexpressibleError as inexpressible:
+                reason = str(inexpressible)
+            self.why_not[backend] = reason
+        raise ValueError(f"backend={self._wanted!r} is not possible here: {self.why_not[self._wanted]}")
+
+    def _fused_by(self, backend: str, tensors: list[Tensor]) -> FusedCycle | ForeachCycle:
+        from .kernels.enorm_plan import anatomy
+
+        net = anatomy(
+            list(self._terms.values()), tensors, self.symmetry.num_scales, self.symmetry.birth, self._counted,
+            self.p, self.c, fixed=self._fixed, gains=self.bias == "safe",
+        )  # fmt: skip
+        shared = net, tensors, self.p, self._dtype, self.log_t, self._gains, self.cycles
+        if backend == "triton":
+            from .kernels.enorm import FusedCycle
+
+            return FusedCycle(*shared)
+        from .kernels.enorm_foreach import ForeachCycle
+
+        return ForeachCycle(*shared)
+
+    def _step_fused(self, fused: FusedCycle | ForeachCycle, tensors: dict[str, Tensor]) -> None:
+        from .kernels.enorm_plan import Slot
+
+        weights = list(tensors.values())
+        state = powered_state(self.optimizer, weights)
+        slots = {key: Slot(fused.fitting(held), power, self._linear) for key, (power, held) in state.items()}
+        twins = [Slot(fused.fitting(other.tensor(name) for name in tensors), 1.0) for other in self.companions]
+        gradients = [Slot(fused.fitting(q.grad for q in weights), -1.0)] if self.gradients else []
+        fused.bind([Slot(weights, 1.0), *slots.values(), *twins, *gradients])
+        s = fused.sweep(self.cycles)[:-1]
+        if (held := self._representable(s, tensors)) is not s:
+            s.copy_(held)
+        fused.move()
+        torch.autograd.graph.increment_version(weights)
+        # what the kernels do not reach (odd layouts, other devices, state that takes a function) follows after them
+        for i, (name, tensor) in enumerate(tensors.items()):
+            carried = {key for key, slot in slots.items() if slot.tensors[i] is not None}
+            missing = any(held[i] is not None for key, (_, held) in state.items() if key not in carried)
+            gradient = tensor.grad if gradients and gradients[0].tensors[i] is None else None
+            others = [other.tensor(name) for other, slot in zip(self.companions, twins, strict=True)
+                      if slot.tensors[i] is None]  # fmt: skip
+            state_left = missing or needs_functions(self.optimizer, tensor)
+            if not (state_left or others or gradient is not None):
+                continue
+            factor = self._place(name).factor(fused.s)
+            if gradient is not None:
+                gradient.div_(factor)
+            if state_left:
+                carry_state_(self.optimizer, tensor, factor, self._gain_change(name), skip=carried)
+            for twin in others:
                 twin.mul_(factor.to(twin.device))
-        self._set_gains(gains)
 
     # -- safe biases ---------------------------------------------------------------------------------------------------
 
@@ -383,16 +502,9 @@ class ENorm:
     def _linear(self) -> bool:
         return step_is_linear(self.optimizer)
 
-    def _bias_gains(self) -> dict[str, Tensor]:
-        """t of each safe bias: the geometric mean of the scales of its layer's inputs, since the start of training."""
-        if self.bias != "safe":
-            return {}
-        padded = torch.cat([self.log_t, self.log_t.new_zeros(1)])
-        return {w.name: w.fan_in.log_scale(padded).mean(-1).exp() for w in self._terms.values() if w.fan_in is not None}
-
-    def _set_gains(self, gains: dict[str, Tensor]) -> None:
-        for name, gain in gains.items():
-            self._gains[name].copy_(gain)  # in place, so that a captured graph reads the new ones
+    def _gain_change(self, name: str) -> Tensor | None:
+        """By how much the gradient of a safe bias changed because of its gain, where that is multiplied by t²."""
+        return self._gains.change_of[name].exp() if self._linear and name in self._gains.change_of else None
 
     def _hook_biases(self) -> None:
         if not self._gains:
@@ -401,7 +513,7 @@ class ENorm:
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._linear:
-                saved.update({name: self.symmetry.tensor(name).detach().clone() for name in self._gains})
+                saved.update({name: self.symmetry.tensor(name).detach().clone() for name in self._gains.t_of})
                 return None
             closure = _closure(args, kwargs)
             if closure is None:
@@ -428,18 +540,19 @@ class ENorm:
     @torch.no_grad()
     def _scale_bias_gradients(self, saved: dict[str, Tensor]) -> None:
         """Linear steps: the optimizer sees t²·g. Weight decay is added by the optimizer later, so it is not scaled."""
-        for name, t in self._gains.items():
-            gradient = self.symmetry.tensor(name).grad
-            if gradient is not None:
-                saved[name] = gradient.clone()
-                gradient.mul_(t.square())
+        present = {name: q.grad for name in self._gains.t_of if (q := self.symmetry.tensor(name)).grad is not None}
+        if not present:
+            return
+        gradients = list(present.values())
+        saved.update(zip(present, torch._foreach_mul(gradients, 1.0), strict=True))  # copies, in one launch
+        squares = self._gains.squares(torch.promote_types(gradients[0].dtype, torch.float32))
+        torch._foreach_mul_(gradients, [squares[name] for name in present])
 
     @torch.no_grad()
     def _restore_bias_gradients(self, saved: dict[str, Tensor]) -> None:
-        for name, gradient in saved.items():
-            present = self.symmetry.tensor(name).grad
-            if present is not None:
-                present.copy_(gradient)
+        pairs = [(q.grad, old) for name, old in saved.items() if (q := self.symmetry.tensor(name)).grad is not None]
+        if pairs:
+            torch._foreach_copy_([gradient for gradient, _ in pairs], [old for _, old in pairs])
         saved.clear()
 
     @torch.no_grad()
@@ -447,7 +560,7 @@ class ENorm:
         """Normalized steps: multiply the step that was made by t; decoupled weight decay is not part of it."""
         skipped = getattr(self.optimizer, "found_inf", None)  # a fused optimizer under GradScaler may have done nothing
         decay = {id(q): decoupled_decay(self.optimizer, g) for g in self.optimizer.param_groups for q in g["params"]}
-        for name, t in self._gains.items():
+        for name, t in self._gains.t_of.items():
             tensor, old = self.symmetry.tensor(name), saved[name]
             if tensor.grad is None:
                 continue
@@ -469,6 +582,55 @@ class ENorm:
         return twin
 
 
+class Gains:
+    """t of each safe bias: the geometric mean of the scales of its layer's inputs, since the start of training.
+
+    One number per bias, or one per channel where the inputs depend on it (grouped convolutions); all in one tensor `t`.
+    """
+
+    def __init__(self, owned: Sequence[ScaledParameter], log_t: Tensor) -> None:
+        fan_ins = {w.name: w.fan_in for w in owned if w.fan_in is not None}
+        device = log_t.device
+        counts = {name: term.index[..., 0].numel() for name, term in fan_ins.items()}
+        lengths = [term.index.shape[-1] for name, term in fan_ins.items() for _ in range(counts[name])]
+        segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+        empty = torch.zeros(0, dtype=torch.int64)
+        index = torch.cat([empty, *(term.index.reshape(-1) for term in fan_ins.values())])
+        share = torch.cat([empty.double(), *(term.exponent.expand_as(term.index).reshape(-1) / term.index.shape[-1]
+                                             for term in fan_ins.values())])  # fmt: skip
+        self._index, self._share = index.to(device), share.to(log_t)
+        self._mean = Sum(segment, len(lengths), device)
+        self.t, self.change = torch.ones_like(log_t[:1]).repeat(len(lengths)), log_t.new_zeros(len(lengths))
+        self.t_of, self.change_of = (dict(self._parts(x, fan_ins, counts)) for x in (self.t, self.change))
+        numbers = torch.arange(len(lengths))
+        self._shapes = {w.name: w.shape for w in owned}
+        places = [p.expand(self._shapes[name]).reshape(-1) for name, p in self._parts(numbers, fan_ins, counts)]
+        self._places = torch.cat([empty, *places]).to(device)
+        if len(self):
+            self.measure_(log_t)
+
+    @staticmethod
+    def _parts(whole: Tensor, fan_ins: Mapping[str, Term], counts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
+        for (name, term), part in zip(fan_ins.items(), whole.split([*counts.values()]), strict=True):
+            yield name, part.view(term.index.shape[:-1])
+
+    def __len__(self) -> int:
+        return len(self.t)
+
+    def measure_(self, log_t: Tensor) -> None:
+        """Read t off the scales; `change` is what log t² changes by. In place: captured graphs read the new ones."""
+        if not len(self):
+            return
+        new = self._mean(torch.cat([log_t, log_t.new_zeros(1)])[self._index] * self._share)
+        self.change.copy_(2 * (new - self.t.log()))
+        self.t.copy_(new.exp())
+
+    def squares(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """t² for every element of each safe bias."""
+        parts = self.t.square()[self._places].to(dtype).split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+
 class _Handle(RemovableHandle):
     """Removes the hook and lets the ENorm be attached again."""
 
@@ -478,6 +640,27 @@ class _Handle(RemovableHandle):
     def remove(self) -> None:
         self._handle.remove()
         self._enorm._attached = None
+
+
+def _why_not(backend: str, tensors: Sequence[Tensor]) -> str:
+    """Why a backend cannot be used on these parameters; empty if it can."""
+    from .kernels.enorm_plan import Followers
+
+    device = tensors[0].device
+    for q in tensors:
+        if q.device != device:
+            return f"parameters are on {device} and on {q.device}"
+        if type(q) not in (Tensor, nn.Parameter) or q.layout != torch.strided:
+            return f"a parameter is a {type(q).__name__} of layout {q.layout}"
+        if q.dtype not in Followers.dtypes:
+            return f"a parameter has dtype {q.dtype}"
+    if backend == "foreach":
+        return "" if device.type in ("cpu", "cuda") else f"it has not been tried on {device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from .kernels.enorm import can_launch
+
+    return "" if can_launch(device) else f"its kernels do not run on {device.type}"
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

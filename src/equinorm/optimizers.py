@@ -30,7 +30,7 @@ An optimizer of your own takes one line; Lion, for example, keeps one average of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ __all__ = [
     "carry_state_",
     "check_optimizer",
     "decoupled_decay",
+    "needs_functions",
+    "powered_state",
     "register_state_rule",
     "state_rule",
     "step_is_linear",
@@ -168,8 +170,35 @@ def _remedy(name: str, key: str = "exp_avg") -> str:
     )
 
 
+def powered_state(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[str, tuple[float, list[Tensor | None]]]:
+    """The state that follows a power of the factor: key -> the power, and what each of `params` holds there.
+
+    >>> powered_state(sgd, [w])    # {"momentum_buffer": (-1.0, [tensor])}
+    """
+    states = [optimizer.state.get(param, {}) for param in params]
+    found: dict[str, tuple[float, list[Tensor | None]]] = {}
+    for key, power in state_rule(optimizer).powers.items():
+        held = [state.get(key) for state in states]
+        if power != 0.0 and any(value is not None for value in held):
+            found[key] = (power, held)
+    return found
+
+
+def needs_functions(optimizer: Optimizer, param: Tensor) -> bool:
+    """Whether some state of `param` is carried by a function and not by a power of the factor (Adafactor's)."""
+    state = optimizer.state.get(param, {})
+    return any(state.get(keys[0]) is not None for keys in state_rule(optimizer).together)
+
+
 @torch.no_grad()
-def carry_state_(optimizer: Optimizer, param: Tensor, factor: Tensor, gradient_gain: Tensor | None = None) -> None:
+def carry_state_(
+    optimizer: Optimizer,
+    param: Tensor,
+    factor: Tensor,
+    gradient_gain: Tensor | None = None,
+    *,
+    skip: Collection[str] = (),
+) -> None:
     """Carry the state of `param` along as it is multiplied by `factor` (stock2019, eq. 10 and algorithm 2).
 
     `factor` is positive and broadcasts to the shape of `param`, which is not changed here. Nothing happens
@@ -178,6 +207,7 @@ def carry_state_(optimizer: Optimizer, param: Tensor, factor: Tensor, gradient_g
     `gradient_gain` is for a parameter whose gradient is multiplied by a number before the optimizer sees it,
     like ENorm's safe bias, by t² with t the scale of its layer's input: the change of that number,
     (t_new / t_old)². Gradients then change by gradient_gain / factor; averages of weights still by factor.
+    `skip` names state that follows a power of the factor and has been carried already.
 
     No value is read on the host, so this can be captured in a CUDA graph.
     """
@@ -194,7 +224,7 @@ def carry_state_(optimizer: Optimizer, param: Tensor, factor: Tensor, gradient_g
     g = w.reciprocal() if gradient_gain is None else gradient_gain.to(dtype) / w
     for key, power in rule.powers.items():
         value = state.get(key)
-        if power != 0.0 and value is not None:
+        if power != 0.0 and value is not None and key not in skip:
             value.mul_(w**power if power > 0.0 else g**-power)
     for keys, carry in rule.together.items():
         if state.get(keys[0]) is not None:

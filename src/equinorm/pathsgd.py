@@ -77,6 +77,8 @@ def path_kappa(model: nn.Module, example_inputs: Any) -> dict[str, Tensor]:
         sums = [leaf.sum() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         path_norm = torch.stack(sums).sum()
         kappas = torch.autograd.grad(path_norm, list(squared.values()), materialize_grads=True)
+    if any(kappa.is_cuda for kappa in kappas) and torch.cuda.is_current_stream_capturing():
+        return dict(zip(squared, kappas, strict=True))  # a graph cannot look at values; the steps before it did
     # The device is read once for all parameters.
     sound = torch.stack([((kappa >= 0) & kappa.isfinite()).all() for kappa in kappas])
     if not sound.all():

@@ -7,6 +7,7 @@ go on. Ctrl-C, SIGTERM and the end of the time given save what is in progress an
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import signal
@@ -307,7 +308,10 @@ def version_of(package: str) -> str | None:
 
 @cache
 def commit() -> str | None:
-    """The commit of the checkout this code runs from, with "+" if it has changes; None if it is not one."""
+    """The commit of the checkout this code runs from, with "+" if it has changes.
+
+    A copy without its history can be told by the variable EQUINORM_COMMIT; None if nothing says.
+    """
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -318,4 +322,4 @@ def commit() -> str | None:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("EQUINORM_COMMIT")

@@ -189,7 +189,7 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
     if penalty is not None:
         return Parts(model, optimizer, penalty)
     if name == "enorm":
-        enorm = ENorm(model, optimizer, example, **options)
+        enorm = ENorm(model, optimizer, example, gradients=False, **options)  # the next step starts with new ones
         enorm.attach()
         return Parts(model, optimizer, enorm)
     if name == "msr":
@@ -357,7 +357,7 @@ class Training:
             logits = self._network(x).float()
             loss = F.cross_entropy(logits, y)
         total = loss if parts.penalty is None else loss + parts.penalty()
-        parts.optimizer.zero_grad(set_to_none=False)
+        parts.optimizer.zero_grad()  # a captured backward pass writes its gradients to the same place every time
         with torch.autocast(self.device.type, enabled=False):
             total.sum().backward()
             if self.captured:
@@ -366,8 +366,8 @@ class Training:
                     group["lr"].copy_(rate)
             parts.optimizer.step()
         with torch.no_grad():
-            right = (logits.argmax(1) == y).float().mean()
-            self.sums += torch.stack([loss.detach().sum(), right])
+            self.sums[0] += loss.detach().sum()
+            self.sums[1] += (logits.argmax(1) == y).sum() / len(y)
             self.cursor += 1
 
     def _batch(self) -> tuple[Tensor, Tensor]:
