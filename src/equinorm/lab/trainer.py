@@ -132,6 +132,7 @@ class Job:
         return self.training.done / max(self.training.total_steps, 1)
 
     def let_go(self) -> None:
+        self.training.close()
         if self.claim is not None:
             self.claim.release()
 
@@ -199,8 +200,8 @@ class _Grid:
             training = job.training
             if not training.finished and training.ahead < AHEAD:
                 moved = True
-                for _ in range(CHUNK if self.device.type == "cuda" else 1):
-                    training.step()
+                for _ in range(CHUNK if training.captured else 1):
+                    training.step(CHUNK if training.captured else 1)
                     if training.at_epoch_end or interrupted():
                         break
             news |= self._look_at(job)

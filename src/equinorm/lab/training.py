@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD
+from .. import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
 from ..meanshift import parameter_groups, scaled_kernels
 from . import models
 from .data import DataSet, augment, draw_lambda
@@ -33,6 +33,7 @@ from .runs import Run
 __all__ = ["Inputs", "Streamed", "Training", "precision"]
 
 TEST_BATCH = 2000
+AT_ONCE = 8  # steps in one graph at most
 
 # -- what the runs of a process share ----------------------------------------------------------------------------------
 
@@ -184,12 +185,13 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
     if name == "path_sgd":
         rate: Any = torch.tensor(run.optim.lr, device=device)
         return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
-    penalty = ImplicitENorm(model, example, **options).to(device) if name == "implicit_enorm" else None
+    symmetry = symmetry_of(run, model, example, options) if "enorm" in name else None
+    penalty = ImplicitENorm(model, symmetry=symmetry, **options).to(device) if name == "implicit_enorm" else None
     optimizer = optimizer_of(run, model, penalty)
     if penalty is not None:
         return Parts(model, optimizer, penalty)
-    if name == "enorm":
-        enorm = ENorm(model, optimizer, example, gradients=False, **options)  # the next step starts with new ones
+    if name == "enorm":  # gradients are not carried: the next step starts with new ones
+        enorm = ENorm(model, optimizer, symmetry=symmetry, gradients=False, **options)
         enorm.attach()
         return Parts(model, optimizer, enorm)
     if name == "msr":
@@ -199,6 +201,18 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
     if name != "none":
         raise ValueError(f"unknown method {name!r}; there are none, enorm, implicit_enorm, path_sgd, msr")
     return Parts(model, optimizer, None)
+
+
+_SYMMETRIES: dict[str, Symmetry] = {}
+
+
+def symmetry_of(run: Run, model: nn.Module, example: Tensor, options: dict[str, Any]) -> Symmetry:
+    """The symmetry of a run's network, traced once for all runs of one architecture. Takes its own `options` out."""
+    chosen = {name: options.pop(name) for name in ("batchnorm", "keep") if name in options}
+    key = repr((run.model, tuple(example.shape), example.device, chosen))
+    if key not in _SYMMETRIES:
+        _SYMMETRIES[key] = trace(model, example, **chosen)
+    return _SYMMETRIES[key].bind(model)
 
 
 def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.Optimizer:
@@ -262,6 +276,7 @@ class Training:
         self.mixes = run.data.mixup > 0
         self._make_tables()
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._random, self.at_once = True, 1  # whether steps draw random numbers, and how many are one graph
         self._generator = torch.Generator(self.device)
         self.captured = self.device.type == "cuda" and world == 1 and not inputs.streamed
         if self.captured:
@@ -328,21 +343,36 @@ class Training:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """One training step; at the end of an epoch also the evaluation, whose numbers `collect` reads."""
-        with self._context(), self._stream():
-            i = self.done % self.steps_per_epoch
-            if self._filled_for != self.epoch:
-                self._fill_tables()
-            if i == 0:
+    def step(self, most: int = 1) -> None:
+        """One training step; or several, `most` at most, where they are captured as one graph.
+
+        At the end of an epoch also the evaluation, whose numbers `collect` brings.
+        """
+        i = self.done % self.steps_per_epoch
+        if self._filled_for != self.epoch or i == 0:
+            self._begin_epoch(fresh=i == 0)
+        left = min(self.steps_per_epoch - i, self.total_steps - self.done)
+        count = self.at_once if self.at_once <= min(most, left) else 1
+        layer = self.layers[i]
+        if self._random:
+            self._generator.manual_seed(mixed_seed(self.run.seed, 3, self.done, *([self.rank] if self.rank else [])))
+        self._replay((count, layer), lambda: self._steps(count, layer), self.host_rates[i])
+        self.done += count
+        if self.at_epoch_end:
+            self._replay("evaluate", self._evaluate)
+            with self._stream():
+                self._report()
+
+    def _begin_epoch(self, fresh: bool) -> None:
+        with self._stream():
+            self._fill_tables()
+            if fresh:
                 self.sums.zero_()
                 self.cursor.zero_()
-            self._generator.manual_seed(mixed_seed(self.run.seed, 3, self.done, *([self.rank] if self.rank else [])))
-            self._replay(("step", self.layers[i]), lambda: self._step(self.layers[i]), self.host_rates[i])
-            self.done += 1
-            if self.at_epoch_end:
-                self._replay("evaluate", self._evaluate)
-                self._report()
+
+    def _steps(self, count: int, layer: int) -> None:
+        for _ in range(count):
+            self._step(layer)
 
     def _step(self, layer: int) -> None:
         parts = self.parts
@@ -451,16 +481,20 @@ class Training:
         return torch.cuda.stream(self.stream) if self.captured else nullcontext()
 
     def _replay(self, key: Any, body: Callable[[], None], lr: float | None = None) -> None:
-        if not self.captured:
-            if lr is not None:
-                self._set_rate(lr)
-            with torch.random.fork_rng(devices=[self.device.index or 0] if self.device.type == "cuda" else []):
-                torch.manual_seed(self._generator.initial_seed())
-                body()
+        """Do `body` as a graph that was captured under `key`, or as it is where nothing is captured."""
+        if self.captured:
+            with self._stream():
+                if key not in self._graphs:
+                    with self._context():
+                        self._graphs[key] = self._capture(body)
+                self._graphs[key].replay()
             return
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(body)
-        self._graphs[key].replay()
+        if lr is not None:
+            self._set_rate(lr)
+        own = [self.device.index or 0] if self.device.type == "cuda" else []
+        with self._context(), torch.random.fork_rng(devices=own):
+            torch.manual_seed(self._generator.initial_seed())
+            body()
 
     def _set_rate(self, lr: float) -> None:
         for group in self.parts.optimizer.param_groups:
@@ -485,9 +519,13 @@ class Training:
         before, method = _copied(self._tensors()), self._method_state()
         with self._context(), self._stream(), _default_generator(self._generator):
             self._fill_tables()
+            self._generator.manual_seed(0)
             for _ in range(2):
                 self.cursor.zero_()
                 self._step(0)
+            self._random = self._generator.get_offset() > 0
+            if not self._random:  # nothing differs from step to step but what the tables say
+                self.at_once = max(k for k in range(1, AT_ONCE + 1) if self.steps_per_epoch % k == 0)
             self._evaluate()
             for name, tensor in self._tensors().items():
                 if name in before:
@@ -495,6 +533,11 @@ class Training:
                 else:
                     tensor.zero_()  # momentum: nothing yet
             self._load_method(method)
+
+    def close(self) -> None:
+        """Wait for what is under way. Tensors of a run must not go to another one while its graphs still write them."""
+        if self.captured:
+            self.stream.synchronize()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
