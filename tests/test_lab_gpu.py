@@ -40,7 +40,7 @@ RUNS = {
         method=Method("msr"),
         record=("filters",),
     ),
-    "dropout": replace(CONV, model=Model("convpool_cnn_c", {"width": 8, "norm": "weightnorm"})),
+    "dropout": replace(CONV, model=Model("convpool_cnn_c", {"width": 8}), optim=Optim(0.01)),
 }
 
 
