@@ -207,13 +207,14 @@ class Diagnose:
 
 @dataclass(frozen=True)
 class Demo:
-    """Train deep nets on scikit-learn's digits with and without ENorm: a table, a picture, a minute on two cores."""
+    """ENorm in deep nets, and every family on one net, on scikit-learn's digits: tables, a picture, a minute on two
+    cores."""
 
     out: Annotated[
         Path, arg(metavar="DIR", help="Folder for the picture, the table and the runs (./equinorm-demo).")
     ] = Path("equinorm-demo")
     seed: Annotated[int, arg(help="The first of the seeds (0).")] = 0
-    quick: Annotated[bool, arg(help="One seed, two depths and fewer steps.")] = False
+    quick: Annotated[bool, arg(help="One seed and two depths.")] = False
     tune: Annotated[
         bool, arg(help="Choose the learning rates anew, which takes several minutes, and write the log.")
     ] = False

@@ -213,7 +213,8 @@ def _mark_diverged(axes: Any, lost: Sequence[tuple[float, Look, Number]]) -> Non
         axes.plot([x], [0.0], "x", color=look.colour, markersize=8, markeredgewidth=2, clip_on=False, zorder=5,
                   transform=axes.get_xaxis_transform())  # fmt: skip
         if number.values:
-            axes.annotate(f"{number.diverged}/{number.n + number.diverged}", (x, 0), (0, 8), xycoords=("data", "axes fraction"),
+            share = f"{number.diverged}/{number.n + number.diverged}"
+            axes.annotate(share, (x, 0), (0, 8), xycoords=("data", "axes fraction"),
                           textcoords="offset points", fontsize=8, color=look.colour, ha="center",
                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
 

@@ -123,7 +123,7 @@ class Number:
     @property
     def seconds(self) -> float | None:
         """The median time of a run that finished."""
-        times = [metric_of(r.final, "seconds") for r in self.records if r.status == "finished"]
+        times = [time_of(r) for r in self.records if r.status == "finished"]
         known = [t for t in times if t is not None]
         return statistics.median(known) if known else None
 
@@ -331,6 +331,17 @@ def gains(result: Result) -> dict[str, Gains]:
     return {row: found for row, found in pairs.items() if found.first is not None}
 
 
+def together(record: Record) -> int:
+    """How many runs shared the device."""
+    return int(record.about.get("side_by_side", 1))
+
+
+def time_of(record: Record) -> float | None:
+    """Seconds of the device that a run took: its share, where others ran beside it."""
+    seconds = metric_of(record.final, "seconds")
+    return None if seconds is None else seconds / together(record)
+
+
 def _gain(result: Result, row: str, reference: str | None) -> Gain | None:
     if reference is None or reference == row:
         return None
@@ -341,7 +352,8 @@ def _gain(result: Result, row: str, reference: str | None) -> Gain | None:
             continue
         if ours.values and theirs.values:
             points.append(ours.value - theirs.value)
-            if ours.seconds and theirs.seconds and _hardware(ours) == _hardware(theirs):
+            alone = all(together(r) == 1 for number in (ours, theirs) for r in number.records)
+            if alone and ours.seconds and theirs.seconds and _hardware(ours) == _hardware(theirs):
                 ratios.append(ours.seconds / theirs.seconds)
         rescued += bool(ours.values and not theirs.values)
         lost += bool(theirs.values and not ours.values)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..store import Record
-from .results import Gain, Gains, Number, Result, Verdict, gains, metric_of
+from .results import Gain, Gains, Number, Result, Verdict, gains, time_of
 
 __all__ = [
     "LEGEND",
@@ -54,7 +54,7 @@ LEGEND = (
     "✓ reproduced: within the tolerance, which stands in brackets after the difference. ✗ not reproduced. ◐ in part. "
     "Diverged runs are counted, and are in no mean. Gains are in points of accuracy: the mean over the columns of a "
     "table or figure, and the range; those within the spread of the runs mean little. Costs are the median time of a "
-    "run, as logged."
+    "run on its device; of runs that shared it, their part."
 )
 TOY = (
     "Every run here was shrunk to seconds on the embedded digits, to show that the code runs. No number here says "
@@ -291,7 +291,7 @@ def provenance(result: Result) -> Provenance:
 
 
 def _total(records: Sequence[Record]) -> str:
-    times = [metric_of(record.final, "seconds") for record in records]
+    times = [time_of(record) for record in records]
     known = [seconds for seconds in times if seconds is not None]
     return f"{duration(sum(known))} in all, {duration(statistics.median(known))} a run" if known else ""
 
