@@ -1,6 +1,7 @@
 """GPU time of one ENorm cycle, captured as a graph: torch operations, fused kernels, and a copy of the same bytes.
 
     python benchmarks/kernels_enorm.py                 # on a CUDA device, under a minute
+    python benchmarks/kernels_enorm.py --tune --only contiguous     # the same with other tile sizes
     python benchmarks/kernels_enorm.py --cpu           # the torch versions on a CPU, by the clock on the wall
     python benchmarks/kernels_enorm.py --toy           # tiny nets on a CPU, the kernels through Triton's interpreter
 
@@ -19,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -195,19 +197,19 @@ def kernel_times(action: Callable[[], None], steps: int = 10) -> list[tuple[str,
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {"backend": "plain", "gradients": False},
     "triton": {"backend": "triton", "gradients": False},
-    "triton, early": {"backend": "triton", "gradients": False, "early": True},
+    "triton, no early start": {"backend": "triton", "gradients": False, "early": False},
     "triton, gradients too": {"backend": "triton"},
 }
 
 
 def prepared(name: str, case: Case, start: nn.Module, size: int, options: dict[str, object]) -> Trained:
-    """A model with its ENorm after two steps; prints what they took."""
-    early = options.pop("early", False)
+    """A model with its ENorm after three steps; prints what they took."""
+    early = options.pop("early", None)
     before = torch.cuda.memory_allocated()
     begun = time.perf_counter()
     run = trained(case, start, "cuda", **options)
-    if early:
-        run.enorm._fused.early = True
+    if early is not None:
+        run.enorm._fused.early = early
     made = time.perf_counter() - begun
     kept = torch.cuda.memory_allocated() - before - 3 * size  # weights, gradients and momentum of the copy itself
     torch.cuda.synchronize()
@@ -215,6 +217,7 @@ def prepared(name: str, case: Case, start: nn.Module, size: int, options: dict[s
     run.enorm.step()
     torch.cuda.synchronize()
     first = time.perf_counter() - begun
+    run.enorm.step()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     begun = time.perf_counter()
@@ -223,7 +226,7 @@ def prepared(name: str, case: Case, start: nn.Module, size: int, options: dict[s
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     print(
-        f"  {name:22} made in {made:.1f} s, first step {first:.1f} s, host time of the next {host * 1e3:.2f} ms, "
+        f"  {name:23} made in {made:.1f} s, first step {first:.1f} s, host time of the next {host * 1e3:.2f} ms, "
         f"tables {kept / 2**20:.1f} MiB, peak of a step {peak / 2**20:.2f} MiB"
     )
     return run
@@ -236,7 +239,7 @@ def measure_on_gpu(case: Case, rounds: int) -> None:
     tried = {name: attempt(partial(prepared, name, case, start, size, dict(o))) for name, o in VARIANTS.items()}
     runs = {name: run for name, run in tried.items() if run is not None}
     for name in [name for name in runs if name.startswith("triton")]:
-        print(f"  {name}: largest difference from plain after two steps {difference(runs['plain'], runs[name]):.1e}")
+        print(f"  {name}: largest difference from plain after three steps {difference(runs['plain'], runs[name]):.1e}")
     one, two = (torch.empty(2 * size, dtype=torch.int8, device="cuda") for _ in range(2))
     cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
 
@@ -249,7 +252,8 @@ def measure_on_gpu(case: Case, rounds: int) -> None:
     actions = {"copy of the bytes": copy_bytes} | {name: run.enorm.step for name, run in runs.items()}
     for cold in (True, False):
         before = [overwrite_cache] if cold else []
-        made = {name: attempt(partial(captured, *before, action)) for name, action in actions.items()}
+        chosen = {name: action for name, action in actions.items() if cold or name != "plain"}
+        made = {name: attempt(partial(captured, *before, action)) for name, action in chosen.items()}
         graphs = {name: graph for name, graph in made.items() if graph is not None}
         times = replayed(graphs | ({"nothing": captured(*before)} if cold else {}), rounds)
         nothing = statistics.median(times.pop("nothing", [0.0]))
@@ -257,7 +261,7 @@ def measure_on_gpu(case: Case, rounds: int) -> None:
         for name, values in times.items():
             middle, low, high = statistics.median(values), *statistics.quantiles(values, n=20)[::18]
             print(
-                f"  {'cold' if cold else 'warm'} {name:22} {middle - nothing:.4f} ms "
+                f"  {'cold' if cold else 'warm'} {name:23} {middle - nothing:.4f} ms "
                 f"(5-95 %: {low - nothing:.4f}-{high - nothing:.4f}), {(middle - nothing) / floor:.2f} x floor"
             )
     fused = runs["triton"].enorm
@@ -267,6 +271,44 @@ def measure_on_gpu(case: Case, rounds: int) -> None:
     )
     for name, count, micro in kernel_times(fused.step):
         print(f"    {count:4} x {micro:8.2f} us  {name}")
+
+
+TUNED = {
+    "as it is": {},
+    "4 rows of kernels": {"filters": 4},
+    "1 row of kernels": {"filters": 1},
+    "32 channels of kernels": {"channels": 32},
+    "smaller shares": {"share": 4096},
+    "larger shares": {"share": 16384},
+    "wider tiles": {"rows": 8, "columns": 256},
+    "nothing alone": {"alone": 0},
+    "longer chunks": {"chunk": 8192},
+    "shorter chunks": {"chunk": 2048},
+}
+
+
+def tune_on_gpu(case: Case, rounds: int) -> None:
+    """Time and kernels of a step with other sizes of what programs work on."""
+    from equinorm.kernels import enorm_plan
+
+    start, default = started(case, "cuda"), enorm_plan.DEFAULT
+    print(f"\n{case.name}")
+    cache = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+    before = [lambda: cache.fill_(1)]
+    graphs, kernels = {"nothing": captured(*before)}, {}
+    for name, sizes in TUNED.items():
+        enorm_plan.DEFAULT = replace(default, **sizes)
+        run = attempt(partial(trained, case, start, "cuda", backend="triton", gradients=False))
+        if run is not None and attempt(run.enorm.step) is None:
+            run.enorm.step()
+            graphs[name] = captured(*before, run.enorm.step)
+            kernels[name] = kernel_times(run.enorm.step)
+    enorm_plan.DEFAULT = default
+    times = {name: statistics.median(values) for name, values in replayed(graphs, rounds).items()}
+    nothing = times.pop("nothing")
+    for name, total in times.items():
+        parts = ", ".join(f"{key} {count} x {micro:.1f}" for key, count, micro in kernels[name][:6])
+        print(f"  {name:23} {total - nothing:.4f} ms: {parts}")
 
 
 def measure_on_cpu(case: Case, backends: Sequence[str], rounds: int) -> None:
@@ -291,6 +333,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="the torch versions on the CPU")
     parser.add_argument("--toy", action="store_true", help="tiny nets on the CPU, by the interpreter")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="cases whose name contains one of these")
+    parser.add_argument("--tune", action="store_true", help="compare sizes of what programs work on")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     if not (options.toy or options.cpu):
@@ -302,6 +345,8 @@ def main() -> None:
             continue
         if options.toy:
             attempt(partial(measure_on_cpu, case, ("plain", "foreach", "triton"), 2))
+        elif options.tune:
+            attempt(partial(tune_on_gpu, case, options.rounds))
         elif options.cpu:
             attempt(partial(measure_on_cpu, case, ("plain", "foreach"), options.rounds))
         else:

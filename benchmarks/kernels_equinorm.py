@@ -1,12 +1,14 @@
 """What EquiNorm and mean shift rejection add to a training step, beside BatchNorm, in one run.
 
-    python benchmarks/kernels_equinorm.py            # ResNet-18, 256 × 224², bfloat16 autocast, on CUDA
-    python benchmarks/kernels_equinorm.py --toy      # a few seconds on a CPU: does it run?
+    python benchmarks/kernels_equinorm.py                     # ResNet-18, 256 × 224², bfloat16 autocast, on CUDA
+    python benchmarks/kernels_equinorm.py --eager-only        # half a minute; --compiled-only takes two
+    python benchmarks/kernels_equinorm.py --toy               # a few seconds on a CPU: does it run?
 
 All variants are warmed up first and then take turns, a few steps at a time, so that they meet the same clocks
 and temperatures. Printed are medians over the turns in ms per step with the extremes, what each adds to the net
 without a norm, and that as a part of what BatchNorm adds; the time that the device itself was busy (summed over
-its kernels by torch.profiler); and the peak of memory of a step, parameters and optimizer included.
+its kernels by torch.profiler) and the host (until all of a step is queued), the longer of which a step takes; and
+the peak of memory of a step, parameters and optimizer included.
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ class Variant:
     """The model as it is called: itself, or compiled."""
     times: list[float] = field(default_factory=list)
     busy: float = float("nan")
+    host: float = float("nan")
     peak: float = float("nan")
     kernels: dict[str, float] = field(default_factory=dict)
 
@@ -190,9 +193,20 @@ def measure_memory(variant: Variant, step: Callable[[Variant], None]) -> None:
     variant.optimizer.zero_grad(set_to_none=True)
 
 
+def measure_host(variant: Variant, step: Callable[[Variant], None], steps: int = 8) -> None:
+    """How long it takes to queue a step on an idle device."""
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step(variant)
+        times.append(1e3 * (time.perf_counter() - begin))
+    variant.host = statistics.median(times)
+
+
 OURS = (
-    "_sum_rows", "_sum_planes", "_finish_sums", "_add_rows", "_add_planes", "_transform", "_output_terms",
-    "_weight_gradient", "_mean_terms", "_scale", "_scale_backward", "_write", "_adapt", "_limit", "_scale_gradients",
+    "_sum_rows", "_sum_planes", "_add_rows", "_add_planes", "_transform", "_weight_gradient", "_scale",
+    "_scale_backward", "_write", "_adapt", "_limit", "_scale_gradients",
 )  # fmt: skip
 
 
@@ -215,7 +229,8 @@ def table(title: str, variants: list[Variant]) -> None:
     by_name = {variant.name: variant for variant in variants if variant.times}
     base, batchnorm = by_name.get("no norm"), by_name.get("BatchNorm")
     print(f"\n{title}")
-    heads = {"ms per step": 12, "[least, most]": 18, "adds": 8, "of BN": 7, "busy": 9, " adds": 8, "peak MiB": 10}
+    heads = {"ms per step": 12, "[least, most]": 18, "adds": 8, "of BN": 7, "busy": 9, " adds": 8}
+    heads.update({"host": 9, "  adds": 8, "peak MiB": 10})
     print(" " * 18 + "".join(f"{head:>{width}}" for head, width in heads.items()))
     for variant in by_name.values():
         median = statistics.median(variant.times)
@@ -226,6 +241,7 @@ def table(title: str, variants: list[Variant]) -> None:
             if batchnorm is not None:
                 row += f"{added / (statistics.median(batchnorm.times) - statistics.median(base.times)):7.2f}"
             row += f"{variant.busy:9.3f}{variant.busy - base.busy:8.3f}"
+            row += f"{variant.host:9.3f}{variant.host - base.host:8.3f}"
         print(f"{row}{variant.peak:10.0f}", flush=True)
     for variant in by_name.values():
         if variant.kernels:
@@ -249,8 +265,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--burst", type=int, default=4, help="steps of a variant in a row")
-    parser.add_argument("--seconds", type=float, default=95.0, help="begin nothing new after this")
-    parser.add_argument("--eager-only", action="store_true")
+    parser.add_argument("--seconds", type=float, default=150.0, help="begin nothing new after this")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--eager-only", action="store_true")
+    only.add_argument("--compiled-only", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
     cuda = torch.cuda.is_available() and not options.toy
@@ -280,8 +298,8 @@ def main() -> None:
 
     clock = Clock(cuda)
     for title, names, compiled in (("eager", EAGER, False), ("compiled", COMPILED, True)):
-        if compiled and (options.eager_only or options.toy):
-            break
+        if options.eager_only if compiled else options.compiled_only:
+            continue
         variants = []
         for name in names:
             if time.perf_counter() - started > options.seconds:
@@ -294,6 +312,7 @@ def main() -> None:
         attempt(f"measuring {title}", lambda variants=variants: measure(variants, step, clock, turns, burst))
         if cuda:
             for variant in variants:
+                attempt(f"host time of {title} {variant.name}", lambda variant=variant: measure_host(variant, step))
                 attempt(f"profiling {title} {variant.name}", lambda variant=variant: measure_busy(variant, step))
         table(title, variants)
     print(f"{time.perf_counter() - started:.0f} s in all", flush=True)

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import equinorm
 from equinorm.enorm_reference import balance_layers_
+from equinorm.objective import Objective, layouts
 from nets import relative_error
 from test_balance import chain, linears
 
@@ -511,3 +512,26 @@ def test_implicit_penalty_reaches_weights_and_scales() -> None:
     assert float(model[2].weight.grad.abs().sum()) > 0
     with pytest.raises(ValueError, match="nothing to rescale"):
         equinorm.ImplicitENorm(nn.Linear(5, 3).double(), x)
+
+
+def test_all_that_a_plain_step_reads_is_on_the_device() -> None:
+    """Nothing may be copied from the host inside a capture, and masks must be where the matrices are."""
+
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            return self.head(torch.relu(x + self.inner(torch.relu(x))))
+
+    symmetry = equinorm.trace(Stream(), torch.zeros(1, 3))
+    chosen = layouts(symmetry, 2.0, 1.0, lambda w: w.multiplicative)
+    assert any(layout.cancels is not None for layout in chosen)
+    objective = Objective(symmetry.num_scales, 2.0, chosen, torch.float32, torch.device("meta"))
+    objective.load(lambda name: symmetry.tensor(name).to("meta"))
+    found = [*vars(objective).values(), *vars(objective._sum).values()]
+    tensors = [x for value in found for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
+    assert len(tensors) > 8
+    assert {x.device.type for x in tensors} == {"meta"}

@@ -151,6 +151,34 @@ def test_balance_on_the_gpu() -> None:
     torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["residual", "groups"])
+def test_scales_that_cancel_are_balanced_on_the_gpu_as_on_the_cpu(name: str) -> None:
+    make, shape = NETS[name]
+    models = [perturbed(make()).double().to(device) for device in ("cpu", "cuda")]
+    for model in models:
+        device = next(model.parameters()).device
+        assert equinorm.balance_(model, torch.zeros(shape, device=device).double()).converged
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["residual", "groups"])
+def test_a_plain_step_is_captured(name: str) -> None:
+    make, shape = NETS[name]
+    model = perturbed(make()).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    enorm = equinorm.ENorm(model, optimizer, torch.zeros(shape, device="cuda"), backend="plain", c=1.2)
+    enorm.step()
+    twin = copy.deepcopy(enorm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twin.step()
+    graph.replay()
+    enorm.step()
+    for a, b in zip(model.parameters(), twin.symmetry.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # -- fused kernels -----------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +196,7 @@ NETS = {
 
 
 def moved_by_one_step(
-    model: nn.Module, shape: tuple[int, ...], backend: str, optimizer: str, early: bool = False, **options: object
+    model: nn.Module, shape: tuple[int, ...], backend: str, optimizer: str, early: bool | None = None, **options: object
 ) -> dict[str, Tensor]:
     """All that a step from a made-up point in training moves."""
     model = copy.deepcopy(model)
@@ -176,7 +204,8 @@ def moved_by_one_step(
     example = torch.zeros(shape, device="cuda", dtype=next(model.parameters()).dtype)
     enorm = equinorm.ENorm(model, chosen, example, backend=backend, **options)
     assert enorm.backend == backend
-    if enorm._fused is not None:
+    if enorm._fused is not None and early is not None:
+        assert enorm._fused.early == (torch.cuda.get_device_capability() >= (9, 0))
         enorm._fused.early = early
     draw = torch.Generator("cuda").manual_seed(1)
     enorm.load_state_dict(

@@ -719,6 +719,18 @@ def test_compiles_to_one_graph_once(case: Case, options: dict[str, Any]) -> None
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiles_under_autocast(dtype: torch.dtype) -> None:
+    """Without a graph break, and without a warning of what torch.compile cannot see through."""
+    torch.manual_seed(0)
+    layer = EquiNormConv2d(3, 4, 3, padding=1)
+    twin = copy.deepcopy(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.rand(2, 3, 5, 5)
+    with torch.autocast("cpu", dtype):
+        torch.testing.assert_close(compiled(x), twin(x))
+
+
 def test_compiles_once_for_all_sizes() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")

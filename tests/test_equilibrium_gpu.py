@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equinorm.kernels.dispatch import plain_only
+from equinorm.kernels.dispatch import kernels, plain_only
 from equinorm.meanshift import (
     MeanShiftRejection,
     apply_mean_shift_rejection_,
@@ -19,6 +19,9 @@ from equinorm.meanshift import (
     parameter_groups,
 )
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormLinear
+
+DEVICE = "cuda"
+"""The comparison with the plain twin is also run on a CPU, in Triton's interpreter: test_kernels_equilibrium.py."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*TF32.*:UserWarning")]
 
@@ -65,11 +68,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def build(case: str, options: str = "whole batch", channels_last: bool = True) -> tuple[Any, Tensor]:
-    """A layer with an affine that is not the identity, and its input, in float32 on the GPU."""
+    """A layer with an affine that is not the identity, and its input, in float32."""
     kind, arguments, shape = CASES[case]
     torch.manual_seed(0)
-    layer = kind(**arguments, **OPTIONS[options]).cuda()
-    x = torch.rand(shape, device="cuda")
+    layer = kind(**arguments, **OPTIONS[options]).to(DEVICE)
+    x = torch.rand(shape, device=DEVICE)
     with torch.no_grad():
         for p in (layer.gain, layer.bias):
             if p is not None:
@@ -83,10 +86,10 @@ def build(case: str, options: str = "whole batch", channels_last: bool = True) -
 def outcome(layer: Any, x: Tensor, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
     """Output, gradients and running statistics of one training step, on copies."""
     layer, x = copy.deepcopy(layer), x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+    with torch.autocast(DEVICE, autocast or torch.bfloat16, enabled=autocast is not None):
         y = layer(x)
     torch.manual_seed(1)
-    y.backward(torch.randn(y.shape, device="cuda").to(y.dtype))
+    y.backward(torch.randn(y.shape, device=DEVICE).to(y.dtype))
     gradients = {name: p.grad for name, p in layer.named_parameters()}
     return {"output": y.detach(), "input": x.grad, **gradients, **dict(layer.named_buffers())}
 
@@ -109,9 +112,31 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 def test_kernels_do_what_the_plain_twin_does(case: str, options: str, channels_last: bool) -> None:
     layer, x = build(case, options, channels_last)
     actual = outcome(layer, x)
-    assert "_LayerBackward" in str(layer(x).grad_fn) or case == "linear"
+    assert "_LayerBackward" in str(copy.deepcopy(layer)(x).grad_fn) or case == "linear"  # whose output is a view
     expected = outcome(layer.double(), x.double())  # float64 has no kernels
     assert_close(actual, expected, 1e-4)
+
+
+def test_launches_are_remembered_and_need_not_be() -> None:
+    """Triton is asked for every launch where addresses are not aligned, and once where they are."""
+    layer, x = build("3 x 3")
+    module = kernels("equilibrium", x)
+    plans = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = module.run
+        patch.setattr(module, "run", lambda plan, *tensors: plans.append(plan) or run(plan, *tensors))
+        expected = [layer(x), layer(x)]
+        weight = layer.weight.detach()
+        shifted = torch.empty(weight.numel() + 1, device="cuda").as_strided(weight.shape, weight.stride(), 1)
+        layer.weight = nn.Parameter(shifted.copy_(weight))
+        assert layer.weight.data_ptr() % 16
+        odd = layer(x)
+        odd.sum().backward()
+    assert plans == plans[:1] * 3
+    assert plans[0].sum._run is not None
+    assert plans[0].transform._run is not None
+    assert torch.equal(expected[0], expected[1])
+    torch.testing.assert_close(odd, expected[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 import equinorm
 from architectures import Architecture, example_input, homogeneous_plans
 from equinorm.kernels import enorm_plan
-from equinorm.kernels.enorm_plan import InexpressibleError, Slab, Tiles, progressions, slabs_of
+from equinorm.kernels.enorm_plan import InexpressibleError, Slab, Tiles, slabs_of
 from equinorm.symmetry import ScaledParameter, Term
 from test_enorm_gpu import Groups, Residual, chain, perturbed
 from triton_interpreter import interpreted
 
 # sizes so small that every loop runs several times
-SMALL = Tiles(rows=2, columns=4, share=16, shares=8, variables=2, line=16, chunk=32, flat=64, narrow=8)
+SMALL = Tiles(
+    rows=2, columns=4, filters=2, channels=2, kernel=4, share=16, shares=8,
+    alone=16, variables=2, line=16, area=32, chunk=32, flat=64, narrow=8, wide=24,
+)  # fmt: skip
 # the interpreter is slow, and shrinking an example runs it many times
 quick = settings(max_examples=12, phases=(Phase.explicit, Phase.generate))
 
@@ -263,6 +266,75 @@ def test_copies_go_on_by_themselves(backend: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+class Recorder:
+    """A kernel, or one that was compiled, that notes its launches."""
+
+    arg_names = ("pointer", "count", "BLOCK")
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.compiled: Recorder | None = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Recorder | None:
+            self.launches.append((grid, arguments, options))
+            return self.compiled
+
+        return launch
+
+
+def test_launches_are_repeated_with_the_same_arguments(kernels: Any) -> None:
+    kernel, x, cpu = Recorder(), torch.zeros(3), torch.device("cpu")
+    kernel.compiled = Recorder()
+    launch = kernels.Launches()
+    assert not launch.again("it", cpu)
+    with launch.noting("it"):
+        launch(kernel, (7,), x, 3, BLOCK=16, num_warps=4)
+    assert launch.again("it", cpu)
+    assert len(kernel.launches) == 1
+    assert kernel.compiled.launches == [((7, 1, 1), (x.data_ptr(), 3, 16), {"stream": None})]
+    launch.forget()
+    assert not launch.again("it", cpu)
+
+
+def test_a_series_that_failed_or_cannot_be_repeated_is_launched_anew(kernels: Any) -> None:
+    kernel, cpu = Recorder(), torch.device("cpu")
+    kernel.compiled = Recorder()
+    launch = kernels.Launches()
+
+    def fail() -> None:
+        with launch.noting("it"):
+            launch(kernel, (1,), torch.zeros(1), 3, BLOCK=16)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not launch.again("it", cpu)
+    kernel.compiled = None  # interpreted
+    with launch.noting("it"):
+        launch(kernel, (1,), torch.zeros(1), 3, BLOCK=16)
+    assert not launch.again("it", cpu)
+
+
+def test_a_step_on_the_same_tensors_does_not_look_at_them_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = perturbed(chain(4, 6, 5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    enorm = equinorm.ENorm(model, optimizer, torch.zeros(1, 4), backend="triton", gradients=False)
+    closely: list[int] = []
+    slow = enorm._step_fused
+    monkeypatch.setattr(enorm, "_step_fused", lambda *a: (closely.append(enorm.calls), slow(*a)))
+    for i in range(7):
+        for q in model.parameters():
+            q.grad = torch.zeros_like(q)
+        if i:
+            optimizer.step()  # momentum appears with it, that of the new weight one step later
+        if i == 4:
+            model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        enorm.step()
+    assert closely == [1, 2, 5, 6]
+
+
 # -- what cannot be fused ----------------------------------------------------------------------------------------------
 
 
@@ -349,30 +421,37 @@ def test_slabs_cover_memory_and_know_its_factors(given_one: tuple[ScaledParamete
     torch.testing.assert_close(rebuilt(slabs, tensor.numel(), s), expected)
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.integers(1, 3))
-def test_progressions_visit_every_position_of_a_group_once(groups: list[int], apart: int) -> None:
-    group = torch.tensor(groups).unique(return_inverse=True)[1]
-    at = torch.arange(len(groups)) * apart
-    first, count, step = progressions(at, group)
-    visited = [(int(f) + i * int(k)) for f, c, k in zip(first, count, step, strict=True) for i in range(int(c))]
-    assert sorted(visited) == at.tolist()
-    of = dict(zip(at.tolist(), group.tolist(), strict=True))
-    for f, c, k in zip(first.tolist(), count.tolist(), step.tolist(), strict=True):
-        assert len({of[f + i * k] for i in range(c)}) == 1
+def test_a_kernel_of_one_element_lies_the_same_way_in_either_format() -> None:
+    parameter = torch.randn(6, 4, 1, 1)
+    other = torch.randn(6, 1, 1, 4).permute(0, 3, 1, 2)
+    assert parameter.stride() != other.stride()
+    assert enorm_plan.Followers([parameter]).fitting([other]) == [other]
+    assert enorm_plan.Followers([parameter]).fitting([parameter.transpose(0, 1).contiguous().transpose(0, 1)]) == [None]
+
+
+def test_sums_that_several_lines_are_weighed_from_are_kept_as_they_are_read() -> None:
+    """conv2's columns are read when conv1's scales are found: its matrix is stored by columns."""
+    model, image = Residual(), IMAGE
+    symmetry = equinorm.trace(model, image)
+    terms = [w for w in symmetry.moving if w.name in ("a.weight", "b.weight")]
+    tensors = [symmetry.tensor(w.name).detach() for w in terms]
+    net = enorm_plan.anatomy(terms, tensors, symmetry.num_scales, symmetry.birth, lambda w: True, 2.0, 1.0)
+    plan = enorm_plan.make_plan(net)
+    assert plan.matrices == 5 * 6  # a: 3 × 3; b is not repeated
+    assert plan.nested
 
 
 def test_a_convolution_is_one_slab_in_either_layout() -> None:
     """The columns of an input channel are taken together: nine neighbours, or nine that are a row of channels apart."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 70, 3), nn.ReLU(), nn.Conv2d(70, 2, 1))
     w = {w.name: w for w in equinorm.trace(model, torch.zeros(1, 3, 8, 8)).moving}["2.weight"]
-    for layout, (count, step) in ((torch.contiguous_format, (9, 1)), (torch.channels_last, (9, 8))):
+    for layout, repeats in ((torch.contiguous_format, (1, 8, 9)), (torch.channels_last, (9, 8, 1))):
         tensor = model[2].weight.detach().to(memory_format=layout)
         (slab,) = slabs_of(w, 0, tensor, 78, enorm_plan.DEFAULT)
         assert (slab.rows, slab.columns) == (70, 72)
         rank = torch.tensor([0] * 8 + [1] * 70 + [2])
         rows, columns = enorm_plan.lines_of(slab, 0, 1.0, rank, 2)
-        assert len(rows.variable) == 70
-        assert (columns.count.unique().tolist(), columns.step.unique().tolist()) == ([count], [step])
+        assert slab.repeats == repeats
+        assert (len(rows.variable), len(columns.variable)) == (70, 8)
         assert rows.weighted.all()
         assert not columns.weighted.any()

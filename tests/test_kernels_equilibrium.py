@@ -6,7 +6,7 @@ import copy
 import math
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import equinorm.equilibrium
+import test_equilibrium_gpu as gpu_tests
 from equinorm.equilibrium import equilibrate
 from equinorm.kernels import dispatch
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
@@ -23,7 +24,8 @@ from triton_interpreter import interpreted
 fused = interpreted("equilibrium")
 small = interpreted("equilibrium")
 # blocks so small that every loop runs several times
-small.TILE, small.PROGRAMS, small.WEIGHT_TILE, small.CHUNKS = 64, 4, 32, 2
+small.TILE, small.PROGRAMS, small.FEW_PROGRAMS, small.READS = 64, 4, 2, 64
+small.WEIGHT_TILE, small.CHUNKS = 32, 2
 any_blocks = st.sampled_from([fused, small])
 # the interpreter is slow, and shrinking an example runs it many times
 quick = settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
@@ -57,17 +59,19 @@ dtypes = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.fl
     st.lists(st.integers(1, 7), max_size=3),
     st.booleans(),
     dtypes,
+    st.sampled_from([1, 2, 7]),
     st.integers(0, 99),
 )
 def test_sums_and_additions_per_channel(
-    kernels: Any, batch: int, channels: int, sizes: list[int], last: bool, dtype: torch.dtype, seed: int
+    kernels: Any, batch: int, channels: int, sizes: list[int], last: bool, dtype: torch.dtype, parts: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
     x = laid_out(torch.rand(batch, channels, *sizes).to(dtype), last)
     over = [axis for axis in range(x.dim()) if axis != 1]
-    assert_close(kernels.channel_sums(x, 3), x.double().sum(over) / 3, 1e-6)
-    values = torch.randn(channels)
-    expected = x.double() + values.double().view(-1, *(1,) * len(sizes))
+    for readers in (1, 1000):
+        assert_close(kernels.partial_sums(x, readers).sum(0), x.double().sum(over), 1e-6)
+    values = torch.randn(parts, channels)
+    expected = x.double() + values.double().sum(0).view(-1, *(1,) * len(sizes))
     part = batch // 2 + 1
     y = x.clone()
     assert kernels.add_per_channel_(y[:part], values).data_ptr() == y.data_ptr()
@@ -87,7 +91,7 @@ def test_layouts() -> None:
     crossed = torch.rand(5, 6, 4).transpose(1, 2)[None]  # neither: added to all the same
     y = crossed.clone(memory_format=torch.preserve_format)
     assert fused.axes(y) is None
-    assert_close(fused.add_per_channel_(y, torch.arange(5.0)), crossed + torch.arange(5.0).view(-1, 1, 1))
+    assert_close(fused.add_per_channel_(y, torch.arange(5.0)[None]), crossed + torch.arange(5.0).view(-1, 1, 1))
 
 
 # -- the weights ---------------------------------------------------------------------------------------------
@@ -138,7 +142,8 @@ def test_weights_in_equilibrium_and_their_gradients(kernels: Any, drawn: dict[st
     options = {"rho": drawn["rho"], "two_pass": drawn["two_pass"]}
     told = kernels.Settings(operation, samples=1, dtype=dtype, **options)
     weight, means, gain = drawn["weight"], drawn["means"], drawn["gain"]
-    w, stats = kernels.transform_weight(weight, means, gain, told)
+    parts = torch.stack([3 * means, -means, 2 * means])
+    w, state = kernels.transform_weight(weight, parts, gain, told, count=4)
     assert w.dtype == dtype
     assert w.stride() == weight.stride()
 
@@ -148,17 +153,17 @@ def test_weights_in_equilibrium_and_their_gradients(kernels: Any, drawn: dict[st
 
     direction = torch.randn_like(expected).to(dtype)
     wanted = torch.autograd.grad(expected, [t for t in exact if t is not None], direction.double())
-    found = kernels.transform_weight_backward(direction, weight, means, gain, stats, told, count=4)
+    found = kernels.transform_weight_backward(direction, weight, gain, state, told, count=4)
     assert found[0].stride() == weight.stride()
     assert_close(found[0], wanted[0], 1e-4)
-    assert_close(found[2], wanted[1] / 4, 1e-4)
+    assert_close(found[2].sum(0), wanted[1] / 4, 1e-4)
     assert_close(found[1], wanted[2] if gain is not None else None, 1e-4)
 
 
 def test_large_weights_saturate_in_half_precision() -> None:
     """An infinite weight makes NaN of every zero among the inputs."""
     told = fused.Settings(fused.Linear(), samples=1, dtype=torch.float16)
-    w, _ = fused.transform_weight(torch.randn(3, 4), torch.full((4,), 1e-9), None, told)
+    w, _ = fused.transform_weight(torch.randn(3, 4), torch.full((1, 4), 1e-9), None, told)
     assert w.isfinite().all()
     assert w.abs().max() == torch.finfo(torch.float16).max
 
@@ -232,6 +237,15 @@ def test_layers_do_the_same(kernels: Any, drawn: tuple[Any, Tensor]) -> None:
                 p.uniform_(0.5, 1.5)
     for actual, expected in zip(outcome(layer, x, kernels), outcome(layer.double(), x.double(), None), strict=True):
         assert_close(actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize("options", gpu_tests.OPTIONS)
+@pytest.mark.parametrize("case", ["strided", "1d", "grouped"])
+def test_the_comparison_that_is_made_on_a_gpu(case: str, options: str, monkeypatch: Any) -> None:
+    """Its test once moved the statistics of one twin twice, which no test on a CPU could tell."""
+    monkeypatch.setattr(gpu_tests, "DEVICE", "cpu")
+    monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
+    gpu_tests.test_kernels_do_what_the_plain_twin_does(case, options, channels_last=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -330,7 +344,7 @@ def test_gradients_of_any_layout() -> None:
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_the_rest_is_left_to_the_plain_twin(layer: Any, shape: tuple[int, ...], monkeypatch: Any) -> None:
     monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
-    monkeypatch.setattr(fused, "equinorm_layer", None)
+    monkeypatch.setattr(fused, "run", None)
     layer(torch.rand(shape, dtype=layer.weight.dtype))
 
 
@@ -351,6 +365,86 @@ def test_statistics_of_the_batch_in_evaluation(monkeypatch: Any) -> None:
     monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
     assert_close(layer(x), expected)
     assert "_LayerBackward" in str(layer(x).grad_fn)
+
+
+# -- how kernels are launched --------------------------------------------------------------------------------
+
+
+class Compiled:
+    """What Triton gives back for a kernel on a GPU, as far as it is used."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+class Kernel:
+    """A kernel (x, y, size, BLOCK) that counts how often Triton was asked."""
+
+    arg_names: ClassVar[list[str]] = ["x", "y", "size", "BLOCK"]
+
+    def __init__(self) -> None:
+        self.compiled, self.asked = Compiled(), 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*tensors: Any, num_warps: int, **numbers: Any) -> Compiled:
+            self.asked += 1
+            return self.compiled
+
+        return launch
+
+
+def test_triton_is_asked_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: f"stream of {index}", raising=False)
+    kernel = Kernel()
+    launch = dispatch.Launch(kernel, (3, 2), torch.device("cuda", 1), size=7, BLOCK=64)
+    x = torch.empty(64)
+    for _ in range(3):
+        launch(x, None)
+    expected = (3, 2, 1, "stream of 1", "function", "metadata", None, None, None, x.data_ptr(), None, 7, 64)
+    assert kernel.asked == 1
+    assert kernel.compiled.calls == [expected, expected]
+
+
+def test_addresses_that_are_not_aligned_need_another_version() -> None:
+    kernel = Kernel()
+    launch = dispatch.Launch(kernel, (1,), torch.device("cuda", 0), size=7, BLOCK=64)
+    odd = torch.empty(64)[1:]
+    for _ in range(3):
+        launch(odd, None)
+    launch(torch.empty(4), None)  # what it remembers is for these
+    launch(odd, None)
+    assert kernel.asked == 5
+    assert kernel.compiled.calls == []
+
+
+def test_numbers_are_those_of_the_kernel_in_its_order() -> None:
+    with pytest.raises(AssertionError, match="the last parameters of this kernel are"):
+        dispatch.Launch(Kernel(), (1,), torch.device("cuda", 0), BLOCK=64, size=7)
+
+
+def test_plans_are_found_again(monkeypatch: Any) -> None:
+    """Layers that are alike share a plan; another shape, layout or setting needs another."""
+    monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
+    plans = []
+    run = fused.run
+    monkeypatch.setattr(fused, "run", lambda plan, *tensors: plans.append(plan) or run(plan, *tensors))
+    x = torch.rand(2, 3, 4, 4)
+    layer = EquiNormConv2d(3, 4, 3)
+    layer(x), layer(x.clone()), EquiNormConv2d(3, 4, 3)(x)
+    assert len(set(plans)) == 1
+    layer(x.to(memory_format=torch.channels_last)), layer(torch.rand(3, 3, 4, 4))
+    layer.momentum = 0.2
+    layer(x)
+    layer.stride = (2, 2)
+    assert layer(x).shape == (2, 4, 1, 1)
+    layer.stats_fraction = 0.5
+    layer(x)
+    assert len(set(plans)) == 6
 
 
 # -- when kernels are used -----------------------------------------------------------------------------------

@@ -696,6 +696,24 @@ def test_noise_at_the_input_of_units() -> None:
     assert torch.equal(unit(x), x)
 
 
+class Sum(nn.Module):
+    """A unit with two parameters, given by position or by name."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + 0 * other
+
+
+def test_noise_at_an_input_given_by_keyword() -> None:
+    unit, x = Sum(), torch.ones(64)
+    with add_input_noise_([unit], a=0.1):
+        for noisy in (unit(x=x, other=x), unit(other=x, x=x), unit(x, other=x), unit(x, x)):
+            assert 0.8 < float(noisy.min()) < float(noisy.max()) < 1.2
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            unit(other=x)
+        assert torch.equal(unit.eval()(x=x, other=x), x)
+    assert torch.equal(unit.train()(x=x, other=x), x)
+
+
 # The first steps of a deep network
 
 

@@ -23,6 +23,7 @@ from .optimizers import (
     decoupled_decay,
     needs_functions,
     powered_state,
+    state_rule,
     step_is_linear,
 )
 from .solver import Cycle, Solution, hold_unbalanced, minimise
@@ -190,6 +191,7 @@ def _touches(w: ScaledParameter, variables: Tensor) -> bool:
 # -- in training: one cycle after every step ---------------------------------------------------------------------------
 
 _BIASES = ("safe", "plain", "skip")
+_ORDINARY = (Tensor, nn.Parameter)
 _BACKENDS = ("auto", "plain", "foreach", "triton")
 
 
@@ -279,6 +281,9 @@ class ENorm:
         if self.calls % self.every:
             return
         tensors = self._tensors()
+        if self._fused is not None and self._seen and self._seen == self._look(tensors):
+            self._repeat(self._fused, tensors)
+            return
         check_optimizer(self.optimizer, tensors.values())
         if self._fused is not None and not self._fused.fits(tensors.values()):
             self._prepare(self.log_t)  # the model was moved, or laid out anew in memory
@@ -367,6 +372,7 @@ class ENorm:
         # a bias that writes to a frozen scale (the last layer's) does not move, but its layer's inputs do
         owned = [w for w in self.symmetry.parameters if self.bias == "safe" and w.fan_in is not None]
         self._terms = {w.name: w for w in dict.fromkeys([*moving, *owned])}
+        self._paths = {name: name.split(".") for name in self._terms}
         self._placed: dict[str, ScaledParameter] = {}
         self._plain_parts: tuple[Objective, Cycle] | None = None
         exact = self._dtype if self._device.type == "mps" else torch.float64
@@ -374,12 +380,14 @@ class ENorm:
         self.log_t = since.to(self._device, exact, copy=True)
         self._gains = Gains([w for w in self._terms.values() if w in owned], self.log_t)  # in the order of the terms
         self.why_not: dict[str, str] = {}
+        self._seen: list[Any] = []
         self._fused = self._fuse()
         if self._fused is None:
             self._plain()  # now, so that the first step may be captured
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {name: self.symmetry.tensor(name) for name in self._terms}
+        found = {name: _at(self.symmetry.model, path) for name, path in self._paths.items()}
+        return {name: self.symmetry.tensor(name) if q is None else q for name, q in found.items()}
 
     def _place(self, name: str) -> ScaledParameter:
         """A parameter's terms on its device."""
@@ -464,9 +472,34 @@ class ENorm:
 
         return ForeachCycle(*shared)
 
+    def _look(self, tensors: dict[str, Tensor]) -> list[Any]:
+        """All that a step depends on besides values: whatever moves, where it lies and how; empty if that is unsure."""
+        state = self.optimizer.state
+        found: list[Any] = [state_rule(self.optimizer)]
+        for name, q in tensors.items():
+            held = state.get(q, {})
+            moved = [q, *held.values(), *((q.grad,) if self.gradients else ())]
+            moved += [other.tensor(name) for other in self.companions]
+            found += held
+            for x in moved:
+                if type(x) not in _ORDINARY:
+                    found.append(type(x))
+                    if isinstance(x, Tensor):
+                        return []
+                else:
+                    found += (x.data_ptr(), x.dtype, x.shape, x.stride())
+        return found
+
+    def _repeat(self, fused: FusedCycle | ForeachCycle, tensors: dict[str, Tensor]) -> None:
+        """The step before once more, on the same tensors."""
+        fused.sweep(self.cycles)
+        fused.move()
+        torch.autograd.graph.increment_version([*tensors.values()])
+
     def _step_fused(self, fused: FusedCycle | ForeachCycle, tensors: dict[str, Tensor]) -> None:
         from .kernels.enorm_plan import Slot
 
+        self._seen = []
         weights = list(tensors.values())
         state = powered_state(self.optimizer, weights)
         slots = {key: Slot(fused.fitting(held), power, self._linear) for key, (power, held) in state.items()}
@@ -474,11 +507,12 @@ class ENorm:
         gradients = [Slot(fused.fitting(q.grad for q in weights), -1.0)] if self.gradients else []
         fused.bind([Slot(weights, 1.0), *slots.values(), *twins, *gradients])
         s = fused.sweep(self.cycles)[:-1]
-        if (held := self._representable(s, tensors)) is not s:
-            s.copy_(held)
+        if (representable := self._representable(s, tensors)) is not s:
+            s.copy_(representable)
         fused.move()
         torch.autograd.graph.increment_version(weights)
         # what the kernels do not reach (odd layouts, other devices, state that takes a function) follows after them
+        complete = True
         for i, (name, tensor) in enumerate(tensors.items()):
             carried = {key for key, slot in slots.items() if slot.tensors[i] is not None}
             missing = any(held[i] is not None for key, (_, held) in state.items() if key not in carried)
@@ -488,6 +522,7 @@ class ENorm:
             state_left = missing or needs_functions(self.optimizer, tensor)
             if not (state_left or others or gradient is not None):
                 continue
+            complete = False
             factor = self._place(name).factor(fused.s)
             if gradient is not None:
                 gradient.div_(factor)
@@ -495,6 +530,8 @@ class ENorm:
                 carry_state_(self.optimizer, tensor, factor, self._gain_change(name), skip=carried)
             for twin in others:
                 twin.mul_(factor.to(twin.device))
+        if complete and representable is s and fused.repeats:
+            self._seen = self._look(tensors)
 
     # -- safe biases ---------------------------------------------------------------------------------------------------
 
@@ -640,6 +677,14 @@ class _Handle(RemovableHandle):
     def remove(self) -> None:
         self._handle.remove()
         self._enorm._attached = None
+
+
+def _at(model: nn.Module, path: Sequence[str]) -> Tensor | None:
+    """A parameter, found in a tenth of the time that `get_parameter` takes; None if that has to look."""
+    module: nn.Module | None = model
+    for part in path[:-1]:
+        module = module._modules.get(part) if module is not None else None
+    return None if module is None else module._parameters.get(path[-1])
 
 
 def _why_not(backend: str, tensors: Sequence[Tensor]) -> str:

@@ -76,7 +76,7 @@ def input_means(
     >>> v = input_means(torch.rand(32, 16, 8, 8), fraction=0.25)     # shape (16,), from 8 samples
     """
     if channel_dim > 0 and fraction < 1.0:
-        x = x[: _samples(fraction, x.shape[0])]
+        x = x[: stats_samples(fraction, x.shape[0])]
     other_dims = [dim for dim in range(x.dim()) if dim != channel_dim]
     dtype = torch.promote_types(x.dtype, torch.float32)
     # a sum over no axes would be one over all
@@ -90,7 +90,8 @@ def input_means(
     return packed[:-1] / packed[-1].clamp_min(1.0)
 
 
-def _samples(fraction: float, batch: int) -> int:
+def stats_samples(fraction: float, batch: int) -> int:
+    """How many samples of a batch supply the statistics: ceil(fraction · batch)."""
     # less a hair, because 0.07 · 100 is a little above 7 in floating point
     return math.ceil(fraction * batch - 1e-9)
 
@@ -122,6 +123,20 @@ def spatial_ratio(size_in: Sequence[int], size_out: Sequence[int], stride: Seque
     return rho
 
 
+def output_size(
+    size_in: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """The spatial size of what a convolution puts out; not positive where its window does not fit."""
+    return [
+        (size + 2 * padding[axis] - dilation[axis] * (kernel_size[axis] - 1) - 1) // stride[axis] + 1
+        for axis, size in enumerate(size_in)
+    ]
+
+
 def shift_and_scale(
     weight: Tensor,
     means: Tensor,
@@ -150,18 +165,19 @@ def shift_and_scale(
     outputs, inputs = weight.shape[0], weight.shape[1]
     dtype = torch.promote_types(weight.dtype, torch.float32)
     w = weight.to(dtype).reshape(groups, outputs // groups, inputs, -1)
-    v = _usable_means(means.to(dtype).reshape(groups, 1, inputs), eps)
-    # products and sums instead of matrix products, which autocast would round
-    b = -(v * w.sum(-1)).sum(-1) / (w.shape[-1] * v.sum(-1))
+    v = _usable_means(means.to(dtype).reshape(groups, 1, inputs), eps)[..., None]
+    # products and sums instead of matrix products, which autocast would round; all over the same axes, so that
+    # torch.compile takes them in one pass
+    kernel = (-2, -1)
+    b = -(v * w).sum(kernel) / (w.shape[-1] * v.sum(kernel))
     if two_pass:
-        positive = F.relu(w + b[..., None, None]).sum(-1)
+        contribution = (v * F.relu(w + b[..., None, None])).sum(kernel)
     else:
-        is_positive = w > 0
-        positive = (w * is_positive).sum(-1) + b[..., None] * is_positive.sum(-1)
-    contribution = (v * positive).sum(-1)
+        positive = v * (w > 0)
+        contribution = (positive * w).sum(kernel) + b * positive.sum(kernel)
 
-    inputs_l1 = v.abs().sum(-1)
-    kernel_l1 = (v.abs() * w.abs().sum(-1)).sum(-1)
+    inputs_l1 = v.abs().sum(kernel)
+    kernel_l1 = (v.abs() * w.abs()).sum(kernel)
     instead = torch.where(kernel_l1 > TINY * inputs_l1, kernel_l1, inputs_l1)
     usable = contribution.abs() > eps * kernel_l1 + TINY * inputs_l1
     s = rho / torch.where(usable, contribution, instead)
@@ -339,10 +355,7 @@ class _EquiNorm(nn.Module):
         if not self.training and self.running_mean is not None:
             return operation(self._rounded(self._effective_weight(self.running_mean, 1.0)))
         # as with SyncBatchNorm, processes wait for each other only while training
-        group = self.process_group if self.training else None
-        if group is None and (fused := self._fused(x, rho)) is not None:
-            return fused
-        means = input_means(x, self.stats_fraction, channel_dim, group)
+        means = input_means(x, self.stats_fraction, channel_dim, self.process_group if self.training else None)
         output = operation(self._rounded(self._effective_weight(means, rho)))
         if self.training and self.running_mean is not None and x.numel() > 0:
             self._track(means.detach() / rho)
@@ -363,7 +376,8 @@ class _EquiNorm(nn.Module):
 
     def _operation_dtype(self) -> torch.dtype:
         device = self.weight.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        # torch knows of no autocast for meta tensors, and torch.compile nothing of is_autocast_available
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
         return torch.get_autocast_dtype(device) if autocast else self.weight.dtype
 
     @torch.no_grad()
@@ -381,30 +395,37 @@ class _EquiNorm(nn.Module):
 
     # -- the same by the kernels for CUDA --------------------------------------------------------------------
 
-    def _fused(self, x: Tensor, rho: float) -> Tensor | None:
+    def _fused(self, x: Tensor) -> Tensor | None:
         """The layer in a few kernels that read x once; None where they cannot be used.
 
         Under autocast the statistics are those of the rounded inputs, which are what the operation sees.
         """
-        found = kernels("equilibrium", x, self.weight, self.gain, self.bias, self.running_mean)
-        dtype = self._operation_dtype()
-        if found is None or x.numel() == 0 or {x.dtype, dtype, self.weight.dtype} - found.DTYPES:
+        running = self.running_mean
+        if (self.process_group if self.training else running) is not None:
+            return None  # the statistics are not those of these inputs alone
+        weight, gain, bias = self.weight, self.gain, self.bias
+        found = kernels("equilibrium", x, weight, gain, bias, running)
+        if found is None:
             return None
+        dtype = self._operation_dtype()
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             return None  # torch's own error is the better one
-        rows, operation = self._fused_operation(x, found)
-        if operation is None or found.axes(rows) is None or found.axes(self.weight) is None:
+        rows, settings = self._fused_settings(x, dtype, found)
+        if settings is None:
             return None
-        samples = _samples(self.stats_fraction, x.shape[0]) * (rows.shape[0] // x.shape[0])
+        if rows.dtype != dtype:
+            rows = rows.to(dtype)
         tracking = None
-        if self.training and self.running_mean is not None:
-            tracking = found.Tracking(self.running_mean, self.num_batches_tracked, self.momentum)
-        settings = found.Settings(operation, samples, rho, self.two_pass, self.eps, dtype)
-        y: Tensor = found.equinorm_layer(rows.to(dtype), self.weight, self.gain, self.bias, settings, tracking)
-        return y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
+        if self.training and running is not None:
+            tracking = found.Tracking(running, self.num_batches_tracked, self.momentum)
+        plan = found.plan_for(rows, weight, gain, bias, settings, tracking)
+        if plan is None:
+            return None
+        y: Tensor = found.run(plan, rows, weight, gain, bias, tracking)
+        return y if rows.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
-    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
-        """(x as (batch, channels, ...), the operation in the words of the kernels); None where they have none."""
+    def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
+        """(x as (batch, channels, ...), the layer in the words of the kernels); None where they have none."""
         return x, None
 
     # -- to and from torch layers --------------------------------------------------------------------------
@@ -513,6 +534,8 @@ class _EquiNormConvNd(_EquiNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution with its weights in equilibrium; shapes as with the torch layer."""
+        if (fused := self._fused(input)) is not None:
+            return fused
         channel_dim = self._channel_dim(input)
         size_in = input.shape[channel_dim + 1 :]
         rho = spatial_ratio(size_in, self._output_size(size_in), self.stride)
@@ -531,29 +554,27 @@ class _EquiNormConvNd(_EquiNorm):
     def _output_size(self, size_in: Sequence[int]) -> list[int]:
         if self.padding == "same":
             return list(size_in)
-        sizes = []
-        for axis, size in enumerate(size_in):
-            padding = 0 if isinstance(self.padding, str) else self.padding[axis]
-            reach = self.dilation[axis] * (self.kernel_size[axis] - 1)
-            sizes.append((size + 2 * padding - reach - 1) // self.stride[axis] + 1)
-        return sizes
+        padding = (0,) * len(size_in) if isinstance(self.padding, str) else self.padding
+        return output_size(size_in, self.kernel_size, self.stride, padding, self.dilation)
 
     def _groups(self) -> int:
         return self.groups
 
-    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-        padding = self.padding
-        if padding == "valid":
-            padding = (0,) * len(reach)
-        elif padding == "same" and not any(r % 2 for r in reach):
-            padding = tuple(r // 2 for r in reach)
-        batched = x.dim() == len(reach) + 2
-        if not batched or isinstance(padding, str) or self.padding_mode != "zeros":
-            return x, None
-        if min(self._output_size(x.shape[2:])) < 1:
-            return x, None  # torch's own error, before the statistics have moved
-        return x, found.Convolution(self.stride, padding, self.dilation, self.groups)
+    def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
+        return x, found.convolution_settings(
+            x.shape,
+            self.in_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.padding_mode,
+            self.stats_fraction,
+            self.two_pass,
+            self.eps,
+            dtype,
+        )
 
 
 class EquiNormConv1d(_EquiNormConvNd, nn.Conv1d):
@@ -624,9 +645,6 @@ class EquiNormConvTranspose2d(_EquiNormConvNd, nn.ConvTranspose2d):
             lambda weight: F.conv_transpose2d(input, weight, self.bias, stride, padding, extra, self.groups, dilation),
         )
 
-    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
-        return x, None
-
     def _output_first(self) -> Tensor:
         return swap_channels(self.weight, self.groups)
 
@@ -647,6 +665,8 @@ class EquiNormLinear(_EquiNorm, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The linear map with its weights in equilibrium; shapes as with the torch layer."""
+        if (fused := self._fused(input)) is not None:
+            return fused
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{type(self).__name__} takes inputs of {self.in_features} features, (..., features), got "
@@ -654,7 +674,8 @@ class EquiNormLinear(_EquiNorm, nn.Linear):
             )
         return self._normalized(input, input.dim() - 1, 1.0, lambda weight: F.linear(input, weight, self.bias))
 
-    def _fused_operation(self, x: Tensor, found: Any) -> tuple[Tensor, Any]:
+    def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
         if x.dim() < 2 or not x.is_contiguous():
             return x, None
-        return x if x.dim() == 2 else x.view(-1, self.in_features), found.Linear()
+        settings = found.linear_settings(x.shape, self.in_features, self.stats_fraction, self.two_pass, self.eps, dtype)
+        return x if x.dim() == 2 else x.view(-1, x.shape[-1]), settings

@@ -27,6 +27,7 @@ call `apply_mean_shift_rejection_` on a fresh model first. `copy.deepcopy` works
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -42,7 +43,7 @@ from .weightnorm import (
     TRANSPOSED,
     LayerReport,
     Where,
-    bake_weight_,
+    bake_weights_,
     filter_norm,
     originals,
     run,
@@ -241,13 +242,7 @@ def scaled_kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def fold_mean_shift_rejection_(model: nn.Module) -> tuple[str, ...]:
     """Multiply e^g into V: plain convolutions again, same function (ruff2020, section 3.1); returns their names."""
-    found = dict(scaled_kernels(model))
-    for name, layer in found.items():
-        if len(originals(layer)) > 1:
-            raise ValueError(f"{name}.weight has further parametrizations on top; remove those first")
-    for layer in found.values():
-        bake_weight_(layer)
-    return tuple(found)
+    return bake_weights_(dict(scaled_kernels(model)))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float = 0.0) -> list[dict[str, Any]]:
@@ -294,13 +289,14 @@ class InputNoise(nn.Module):
 def add_input_noise_(units: Iterable[nn.Module], a: float = 0.1) -> Removable:
     """Put `InputNoise` before each of `units`, as ruff2020 (section 4.4) does before every residual unit.
 
-    The first positional argument of a unit is multiplied while that unit is in training mode, so that branch
-    and skip see the same noise. State dicts do not change. `remove()` what is returned to undo it.
+    The first argument of a unit (given by keyword: the first parameter of its `forward`) is multiplied while that
+    unit is in training mode, so that branch and skip see the same noise. State dicts do not change. `remove()`
+    what is returned to undo it.
 
     >>> noise = add_input_noise_(module for module in model.modules() if isinstance(module, BasicBlock))
     """
     noise = _NoisyInput(InputNoise(a))
-    return Removable(unit.register_forward_pre_hook(noise) for unit in units)
+    return Removable(unit.register_forward_pre_hook(noise, with_kwargs=True) for unit in units)
 
 
 class _NoisyInput:
@@ -309,10 +305,17 @@ class _NoisyInput:
     def __init__(self, noise: InputNoise) -> None:
         self.noise = noise
 
-    def __call__(self, unit: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def __call__(
+        self, unit: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not unit.training:
             return None
-        return (self.noise(arguments[0]), *arguments[1:])
+        if arguments:
+            return (self.noise(arguments[0]), *arguments[1:]), keywords
+        first = next(iter(inspect.signature(unit.forward).parameters), "")
+        if first not in keywords:
+            return None  # the unit's own error is the better one
+        return (), {**keywords, first: self.noise(keywords[first])}
 
 
 class Removable:

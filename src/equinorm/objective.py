@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Side:
         return Side(self.index[::step], self.exponent[::step])
 
     def run_length(self) -> int:
-        """The common length of runs of equal batch entries, or 1 if there is none."""
+        """The length of runs of equal batch entries."""
         return _run_length(self.index.T, self.exponent.T)
 
     def repeats(self) -> tuple[int, int, int]:
@@ -45,19 +45,20 @@ class Side:
         index, exponent = self.index[:, ::inner], self.exponent[:, ::inner]
         length = index.shape[1]
         distinct = len(torch.unique(torch.stack([index.double(), exponent]), dim=2)[0, 0])
-        outer = length // distinct if length % distinct == 0 else 1
-        for values in (index, exponent):
-            if not torch.equal(values, values[:, : length // outer].repeat(1, outer)):
-                outer = 1
+        factors = (k for k in range(length // distinct, 0, -1) if length % k == 0)
+        outer = next(k for k in factors if _periodic(length // k, index, exponent))
         return outer, length // outer, inner
 
 
+def _periodic(period: int, *values: Tensor) -> bool:
+    return all(torch.equal(v[:, period:], v[:, : v.shape[1] - period]) for v in values)
+
+
 def _run_length(*values: Tensor) -> int:
-    """The common length of runs of equal columns, or 1 if there is none."""
+    """The length of runs of equal columns."""
     changed = torch.stack([(v[:, 1:] != v[:, :-1]).any(0) for v in values]).any(0)
     edges = [0, *(changed.nonzero().view(-1) + 1).tolist(), values[0].shape[1]]
-    lengths = {b - a for a, b in pairwise(edges)}
-    return lengths.pop() if len(lengths) == 1 else 1
+    return gcd(*(b - a for a, b in pairwise(edges)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +83,6 @@ class Layout:
             powers = laid.to(dtype).abs().pow(p)
             powers = powers.sum(summed, keepdim=True) if summed else powers
         matrices = powers.reshape(self.view[0], self.view[2], self.view[5])
-        if self.cancels is not None:
-            matrices = matrices.masked_fill(self.cancels, 0.0)
         return matrices * self.weight if self.weight != 1.0 else matrices
 
 
@@ -199,6 +198,7 @@ class Objective:
         self.exponent = exponents.to(device, dtype)
         self._cuts = [side.index.numel() for side in sides]
         self.matrices: list[Tensor] = []
+        self._cancels = [None if x.cancels is None else x.cancels.to(device) for x in layouts]
         self.dropped = torch.zeros(n + 1, dtype=torch.bool, device=device)
         self.fixed = torch.zeros(n + 1, dtype=torch.bool, device=device)
         self.fixed[n] = True
@@ -207,6 +207,9 @@ class Objective:
     def load(self, tensors: Callable[[str], Tensor]) -> None:
         """Read the weights: reduce every parameter to its matrices."""
         self.matrices = [x.reduce(tensors(x.name), self.p, self.dtype).to(self.device) for x in self.layouts]
+        for matrices, cancels in zip(self.matrices, self._cancels, strict=True):
+            if cancels is not None:
+                matrices.masked_fill_(cancels, 0.0)
 
     @property
     def free(self) -> Tensor:

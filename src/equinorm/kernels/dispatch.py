@@ -1,7 +1,8 @@
-"""When the fused kernels take over from their plain twins: for ordinary tensors on CUDA, run eagerly.
+"""When the fused kernels take over from their plain twins, and how they are launched at little cost to the host.
 
-`torch.compile` fuses the plain versions itself, and whatever looks at the single operations of a model (an
-export, a trace, functorch, a dispatch mode) has to see them. Without Triton there are no kernels.
+They do for ordinary tensors on CUDA, run eagerly. `torch.compile` fuses the plain versions itself, and whatever
+looks at the single operations of a model (an export, a trace, functorch, a dispatch mode) has to see them.
+Without Triton there are no kernels.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["kernels", "launchable", "plain_only"]
+__all__ = ["Launch", "kernels", "launchable", "plain_only"]
 
+ALIGNMENT = 16
+"""Bytes. Triton has another version of a kernel for addresses that are not multiples of this."""
+
+_ORDINARY = frozenset({Tensor, nn.Parameter})
 _allowed = True
 
 
@@ -30,15 +36,21 @@ def launchable(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary tensors on one CUDA device, in eager mode; None stands for no tensor."""
     if torch.compiler.is_compiling() or not _allowed:
         return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    device = given[0].device
-    return (
-        device.type == "cuda"
-        and all(type(tensor) in (Tensor, nn.Parameter) and tensor.device == device for tensor in given)
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
+    device = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if device is None:
+            if not tensor.is_cuda:
+                return False
+            device = tensor.device
+        if type(tensor) not in _ORDINARY or tensor.device != device:
+            return False
+    return not (
+        torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
     )
 
 
@@ -64,3 +76,52 @@ def _module(name: str) -> ModuleType | None:
     except ImportError:
         return None
     return importlib.import_module(f"equinorm.kernels.{name}")
+
+
+class Launch:
+    """A Triton kernel with its grid and its numbers; called with its tensors, which are its first parameters.
+
+    Triton looks at every argument of every call to find out which version of a kernel it needs: some tens of
+    microseconds, more than a small kernel runs. Here it is asked on the first call; then the version it chose is
+    launched, on the current stream. So all calls have tensors of the same dtypes, or None, in the same places.
+    Addresses that are not aligned need another version and go the long way, as does what Triton interprets.
+
+    >>> double = Launch(_double, (triton.cdiv(x.numel(), 1024),), x.device, size=x.numel(), BLOCK=1024)
+    >>> double(x)
+    """
+
+    __slots__ = ("_arguments", "_compiled", "_index", "_run", "_shape", "grid", "kernel", "num_warps", "numbers")
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], device: torch.device, *, num_warps: int = 4, **numbers: Any
+    ) -> None:
+        names = kernel.arg_names[-len(numbers) :]
+        assert list(numbers) == names, f"the last parameters of this kernel are {names}, got {list(numbers)}"
+        self.kernel, self.grid, self.num_warps, self.numbers = kernel, grid, num_warps, numbers
+        self._shape = (*grid, 1, 1)[:3]
+        self._index = device.index
+        self._arguments = tuple(numbers.values())
+        self._run: Any = None
+        self._compiled: Any = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        together, addresses = 0, []
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            together |= address or 0
+        aligned = together % ALIGNMENT == 0
+        if self._run is None or not aligned:
+            compiled = self.kernel[self.grid](*tensors, **self.numbers, num_warps=self.num_warps)
+            if aligned:
+                self._remember(compiled)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        # what Triton does in the end, without its hooks for profilers
+        self._run(*self._shape, stream, *self._compiled, None, None, None, *addresses, *self._arguments)
+
+    def _remember(self, compiled: Any) -> None:
+        """Keep what Triton chose, if it tells."""
+        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+            self._compiled = (compiled.function, compiled.packed_metadata)
+            self._run = compiled.run

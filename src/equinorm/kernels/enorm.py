@@ -4,8 +4,8 @@
 
 One step (stock2019, algorithm 2) of a net with B blocks is B + 5 launches, whatever the number of layers:
 
-- `_sum_tiles` reads all weights once and leaves sums of |w|^p over rows and columns of tiles; `_combine` adds them up
-  per variable: the pull of every line that no scale moved before it in the cycle can change.
+- `_sum_tiles` reads all weights once and leaves sums of |w|^p over rows and columns of tiles, and of each kernel of a
+  convolution; `_combine` adds them up per variable: the pull of every line that no earlier scale in the cycle changes.
 - `_update_block`, once per block in forward order: lines that earlier blocks weigh, then log d = log(R / L) / 2p.
 - `_measure_gains`: the new gains of safe biases; `_raise_factors`: factors of all rows and columns.
 - `_rescale` reads and writes weights, optimizer state, gradients and companions once.
@@ -17,8 +17,9 @@ device and nothing is allocated after the first step, so a step can be captured 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +36,11 @@ __all__ = ["FusedCycle", "can_launch"]
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 MIXED = -1
-DEPENDENT_LAUNCHES = False
-"""Let each kernel read its tables and weights while the one before it ends (Hopper's programmatic dependent launch)."""
-_ROW = tl.constexpr(0)
+DEPENDENT_LAUNCHES: bool | None = None
+"""Let each kernel read its tables and weights while the one before it ends (Hopper's programmatic dependent launch).
+
+By default (None) where the device and Triton can; `FusedCycle.early` says what is done, and may be set.
+"""
 
 # -- memory of any dtype -----------------------------------------------------------------------------------------------
 
@@ -121,32 +124,102 @@ def _log_factor(index, exponent, entries, at, inside, s, TWO: tl.constexpr):
     return total
 
 
+@triton.jit
+def _read_all(addresses, at, inside, kinds, KIND: tl.constexpr, ACC: tl.constexpr):
+    """As `_read`, of several tensors at once; where their dtypes differ, one after the other."""
+    if KIND >= 0:
+        x = _read(addresses, 0, at, inside, kinds, KIND, ACC)
+    else:
+        x = _read(addresses, 0, at, inside & (kinds == 0), kinds, 0, ACC)
+        x += _read(addresses, 0, at, inside & (kinds == 1), kinds, 1, ACC)
+        x += _read(addresses, 0, at, inside & (kinds == 2), kinds, 2, ACC)
+        x += _read(addresses, 0, at, inside & (kinds == 3), kinds, 3, ACC)
+    return x
+
+
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _sum_tiles(
-    tiles, pointers, kinds, slots, partial,
+    tiles, pointers, kinds, slots, partial, matrices,
     KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    NESTED: tl.constexpr, FILTERS: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums of |w|^p over the columns, and over the rows, of one stretch of a slab."""
+    """Σ|w|^p over columns that are taken together, of one stretch of a slab; and sums over its columns and rows."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tiles + 8 * tl.program_id(0)
-    at = tl.load(tile) * slots
-    address, kind = tl.load(pointers + at), tl.load(kinds + at)
+    tile = tiles + 14 * tl.program_id(0)
+    which = tl.load(tile) * slots
+    address, kind = tl.load(pointers + which), tl.load(kinds + which)
+    if NESTED:
+        if tl.load(tile + 5) > 1:
+            _sum_neighbours(tile, address, kind, partial, matrices, KIND, P, ACC, FILTERS, CHANNELS, KERNEL)
+        else:
+            _sum_copies(tile, address, kind, partial, matrices, KIND, P, ACC, ROWS, COLUMNS)
+    else:
+        _sum_copies(tile, address, kind, partial, matrices, KIND, P, ACC, ROWS, COLUMNS)
+
+
+@triton.jit
+def _sum_copies(
+    tile, address, kind, partial, matrices,
+    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Columns that stand alone, or all at one distance (channels last)."""
     start, height, width, pitch = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
-    column_sums, row_sums, apart = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
-    column = tl.arange(0, COLUMNS)
+    outer, apart = tl.load(tile + 6), tl.load(tile + 7)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], ACC)
     for top in range(0, height, ROWS):
-        row = top + tl.arange(0, ROWS)
-        inside = (row < height)[:, None] & (column < width)[None, :]
-        x = _powers(_read(address, start, row[:, None] * pitch + column[None, :], inside, kind, KIND, ACC), P)
+        at = (top + row) * pitch + column
+        inside = (top + row < height) & (column < width)
+        x = _powers(_read(address, start, at, inside, kind, KIND, ACC), P)
+        for copy in range(1, outer):
+            x += _powers(_read(address, start, at + copy * apart, inside, kind, KIND, ACC), P)
         total += x
-        if row_sums >= 0:
-            tl.store(partial + row_sums + row * apart, tl.sum(x, 1), mask=row < height)
+        _leave_tile(tile, top, height, width, x, partial, matrices, ROWS, COLUMNS)
+    _leave_columns(tile, width, total, partial, COLUMNS)
+
+
+@triton.jit
+def _sum_neighbours(
+    tile, address, kind, partial, matrices,
+    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KERNEL: tl.constexpr,
+):  # fmt: skip
+    """Columns that are taken together with their neighbours: a third axis, so that memory is still read in order."""
+    start, height, width, pitch = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    inner, outer, apart = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
+    row, column = tl.arange(0, ROWS)[:, None, None], tl.arange(0, COLUMNS)[None, :, None]
+    neighbour = tl.arange(0, KERNEL)[None, None, :]
+    total = tl.zeros([ROWS, COLUMNS], ACC)
+    for top in range(0, height, ROWS):
+        x = tl.zeros([ROWS, COLUMNS], ACC)
+        for copy in range(outer):
+            for first in range(0, inner, KERNEL):
+                at = (top + row) * pitch + copy * apart + column * inner + first + neighbour
+                inside = (top + row < height) & (column < width) & (first + neighbour < inner)
+                x += tl.sum(_powers(_read(address, start, at, inside, kind, KIND, ACC), P), 2)
+        total += x
+        _leave_tile(tile, top, height, width, x, partial, matrices, ROWS, COLUMNS)
+    _leave_columns(tile, width, total, partial, COLUMNS)
+
+
+@triton.jit
+def _leave_tile(tile, top, height, width, x, partial, matrices, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row_sums, across, matrix = tl.load(tile + 9), tl.load(tile + 10), tl.load(tile + 11)
+    row, column = top + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    if row_sums >= 0:
+        tl.store(partial + row_sums + row * across, tl.sum(x, 1), mask=row < height)
+    if matrix >= 0:
+        at = matrix + row[:, None] * tl.load(tile + 12) + column[None, :] * tl.load(tile + 13)
+        tl.store(matrices + at, x, mask=(row < height)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _leave_columns(tile, width, total, partial, COLUMNS: tl.constexpr):
+    column_sums, column = tl.load(tile + 8), tl.arange(0, COLUMNS)
     if column_sums >= 0:
         tl.store(partial + column_sums + column, tl.sum(total, 0), mask=column < width)
 
@@ -179,78 +252,131 @@ def _combine(
 
 
 @triton.jit
-def _update_block(
-    variables, starts, jobs, positions, pulls, index, exponent, entries, pointers, kinds, slots,
-    up_before, down_before, reach, s, updated, n, step,
-    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, V: tl.constexpr, LINE: tl.constexpr,
-    FIRST: tl.constexpr, TWO: tl.constexpr, CANCELS: tl.constexpr, EARLY: tl.constexpr,
+def _find_lines(
+    jobs, positions, pulls, first, piece, index, exponent, entries, pointers, kinds, slots, matrices, n,
+    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LINE: tl.constexpr,
+    TALL: tl.constexpr, RAW: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, CANCELS: tl.constexpr,
 ):  # fmt: skip
-    """A few variables of a block to their own optimum, all others held (stock2019, eq. 5)."""
+    """Σ|w|^p of every element of J lines of V variables, and where the scales that weigh them stand.
+
+    The axes are job × variable × element, or job × element × variable where lines stand upright in memory (TALL).
+    """
+    if TALL:
+        element, lane = tl.arange(0, LINE)[None, :, None], tl.arange(0, V)[None, None, :]
+    else:
+        element, lane = tl.arange(0, LINE)[None, None, :], tl.arange(0, V)[None, :, None]
+    element += piece * LINE
+    number = first + tl.arange(0, J)[:, None, None]
+    job = jobs + 9 * number
+    what, start, length = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    position = tl.load(positions + number * V + lane)
+    pull = tl.load(pulls + number * V + lane)
+    on = element < length
+    inside = on & (position >= 0)
+    position = tl.maximum(position, 0)
+    own = tl.load(job + 5) + position * tl.load(job + 6)
+    other = tl.load(job + 7) + element * tl.load(job + 8)
+    at = start + position * tl.load(job + 3) + element * tl.load(job + 4)
+    if RAW:
+        which = tl.maximum(what, 0) * slots
+        address, kind = tl.load(pointers + which), tl.load(kinds + which)
+        x = _powers(_read_all(address, at, inside & (what >= 0), kind, KIND, ACC), P)
+        if KEPT:
+            x += tl.load(matrices + at, mask=inside & (what < 0), other=0.0)
+    else:
+        x = tl.load(matrices + at, mask=inside, other=0.0)
+    variable, power = tl.load(index + other, mask=on, other=n), tl.load(exponent + other, mask=on, other=0.0)
+    if CANCELS:
+        net = tl.load(exponent + own) + power
+        x = tl.where((tl.load(index + own) == variable) & (tl.abs(net) < 1e-6), 0.0, x)
+    if TWO:
+        other += entries
+        second, its_power = tl.load(index + other, mask=on, other=n), tl.load(exponent + other, mask=on, other=0.0)
+    else:
+        second, its_power = variable, power
+    return x, variable, power, second, its_power, own, pull
+
+
+@triton.jit
+def _weights(variable, power, second, its_power, s, P: tl.constexpr, TWO: tl.constexpr):
+    """By how much the present scales multiply |w|^p."""
+    total = power * tl.load(s + variable)
+    if TWO:
+        total += its_power * tl.load(s + second)
+    return tl.exp(P * total)
+
+
+@triton.jit
+def _pull(
+    x, own, pull, index, exponent, entries, s,
+    P: tl.constexpr, TALL: tl.constexpr, FIRST: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """What pulls V variables up, and down, by weighted elements of their lines."""
+    mass = tl.sum(x, 1 if TALL else 2, keep_dims=True)
+    if TWO or not FIRST:  # else their own scale is 1 still
+        mass *= tl.exp(P * _log_factor(index, exponent, entries, own, own >= 0, s, TWO))
+    up, down = tl.where(pull > 0, pull * mass, 0.0), tl.where(pull < 0, -pull * mass, 0.0)
+    return tl.sum(tl.sum(up, 1 if TALL else 2), 0), tl.sum(tl.sum(down, 1 if TALL else 2), 0)
+
+
+@triton.jit
+def _update_block(
+    variables, jobs, positions, pulls, index, exponent, entries, pointers, kinds, slots, matrices,
+    up_before, down_before, rates, s, updated, n, groups, pieces,
+    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, V: tl.constexpr,
+    FLAT: tl.constexpr, FLAT_LINE: tl.constexpr, TALL: tl.constexpr, TALL_LINE: tl.constexpr,
+    RAW: tl.constexpr, KEPT: tl.constexpr, FIRST: tl.constexpr, TWO: tl.constexpr, CANCELS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A few variables of a block to their own optimum, all others held (stock2019, eq. 5).
+
+    Everything but the scales is read before the kernel waits for the block ahead of it.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    lane = tl.arange(0, V)
-    variable = tl.load(variables + program * V + lane)
-    up, down = tl.zeros([V], ACC), tl.zeros([V], ACC)
-    for number in range(tl.load(starts + program), tl.load(starts + program + 1)):
-        job = jobs + 9 * number
-        which = tl.load(job) * slots
-        start, rows, columns = tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
-        position = tl.load(positions + number * V + lane)
-        pull = tl.load(pulls + number * V + lane)
-        other = tl.load(job + 8)
-        address, kind = tl.load(pointers + which), tl.load(kinds + which)
-        has = position >= 0
-        position = tl.where(has, position, 0)
-        own = tl.load(job + 7) + position
-        # weights are read before, and log-scales after, the block before this one is done
-        if tl.load(job + 4) == _ROW:
-            total = tl.zeros([V, LINE], ACC)
-            for left in range(0, columns, LINE):
-                column = left + tl.arange(0, LINE)
-                inside = column < columns
-                at = position[:, None] * columns + column[None, :]
-                x = _powers(_read(address, start, at, has[:, None] & inside[None, :], kind, KIND, ACC), P)
-                if CANCELS:
-                    same = tl.load(index + own)[:, None] == tl.load(index + other + column, mask=inside, other=n)[None]
-                    net = tl.load(exponent + own)[:, None] + tl.load(exponent + other + column, mask=inside)[None]
-                    x = tl.where(same & (tl.abs(net) < 1e-6), 0.0, x)
-                if EARLY:
-                    tl.extra.cuda.gdc_wait()
-                weight = tl.exp(P * _log_factor(index, exponent, entries, other + column, inside, s, TWO))
-                total += x * weight[None, :]
-            mass = tl.sum(total, 1)
-        else:
-            count, apart = tl.load(job + 5), tl.load(job + 6)
-            sums = tl.zeros([LINE, V], ACC)
-            for first in range(0, rows * count, LINE):
-                element = first + tl.arange(0, LINE)
-                inside = element < rows * count
-                row = element // count
-                at = (row * columns + (element - row * count) * apart)[:, None] + position[None, :]
-                x = _powers(_read(address, start, at, inside[:, None] & has[None, :], kind, KIND, ACC), P)
-                if CANCELS:
-                    same = tl.load(index + other + row, mask=inside, other=n)[:, None] == tl.load(index + own)[None]
-                    net = tl.load(exponent + other + row, mask=inside)[:, None] + tl.load(exponent + own)[None]
-                    x = tl.where(same & (tl.abs(net) < 1e-6), 0.0, x)
-                if EARLY:
-                    tl.extra.cuda.gdc_wait()
-                weight = tl.exp(P * _log_factor(index, exponent, entries, other + row, inside, s, TWO))
-                sums += x * weight[:, None]
-            mass = tl.sum(sums, 0)
-        mass *= tl.exp(P * _log_factor(index, exponent, entries, own, has, s, TWO))
-        up += tl.where(pull > 0, pull * mass, 0.0)
-        down += tl.where(pull < 0, -pull * mass, 0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    variable = tl.load(variables + program * V + tl.arange(0, V))
+    rate = tl.load(rates + variable)
     if FIRST:
-        up += tl.load(up_before + variable)
-        down += tl.load(down_before + variable)
+        up, down = tl.load(up_before + variable), tl.load(down_before + variable)
+    else:
+        up, down = tl.zeros([V], ACC), tl.zeros([V], ACC)
+    if FLAT + TALL > 0:
+        for turn in range(groups * pieces):
+            first, piece = (program * groups + turn // pieces) * (FLAT + TALL), turn % pieces
+            if FLAT > 0:
+                x, v, k, v2, k2, own, pull = _find_lines(
+                    jobs, positions, pulls, first, piece, index, exponent, entries, pointers, kinds, slots, matrices, n,
+                    KIND, P, ACC, V, FLAT, FLAT_LINE, False, RAW, KEPT, TWO, CANCELS,
+                )  # fmt: skip
+            if TALL > 0:
+                y, w, m, w2, m2, its, drag = _find_lines(
+                    jobs, positions, pulls, first + FLAT, piece, index, exponent, entries, pointers, kinds, slots,
+                    matrices, n, KIND, P, ACC, V, TALL, TALL_LINE, True, RAW, KEPT, TWO, CANCELS,
+                )  # fmt: skip
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
+            if FLAT > 0:
+                x *= _weights(v, k, v2, k2, s, P, TWO)
+            if TALL > 0:
+                y *= _weights(w, m, w2, m2, s, P, TWO)
+            if FLAT > 0:
+                ups, downs = _pull(x, own, pull, index, exponent, entries, s, P, False, FIRST, TWO)
+                up += ups
+                down += downs
+            if TALL > 0:
+                ups, downs = _pull(y, its, drag, index, exponent, entries, s, P, True, FIRST, TWO)
+                up += ups
+                down += downs
+    elif EARLY:
+        tl.extra.cuda.gdc_wait()
     # as solver.step_towards: mass on one side only, or too large a one, leaves the variable where it is
     both = (up > 0) & (down > 0) & (up < float("inf")) & (down < float("inf"))
     ratio = tl.log(tl.where(both, down, 1.0)) - tl.log(tl.where(both, up, 1.0))
-    move = tl.where(both, step * ratio / (P * tl.load(reach + variable)), 0.0)
-    tl.store(updated + variable, tl.load(s + variable) + move, mask=variable < n)
+    moved = tl.where(both, rate * ratio, 0.0)
+    if not FIRST:
+        moved += tl.load(s + variable)
+    tl.store(updated + variable, moved, mask=variable < n)
 
 
 @triton.jit
@@ -360,6 +486,64 @@ def can_launch(device: torch.device) -> bool:
     return device.type == ("cpu" if interpreted else "cuda")
 
 
+def can_begin_early(device: torch.device) -> bool:
+    """Whether a kernel can start before the one ahead of it has ended, and wait for it later."""
+    known = hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait")
+    return device.type == "cuda" and known and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class Launches:
+    """Launches kernels; a series that was launched before, with the same arguments, at a fraction of the cost.
+
+    Triton looks at every argument of every launch to find the kernel compiled for it. Here tensors and numbers stay the
+    same from step to step, so kernels and addresses are remembered until `forget`.
+
+        if not launch.again("sweep", device):
+            with launch.noting("sweep"):
+                launch(kernel, grid, tensor, 3, BLOCK=16, num_warps=4)
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[Callable[..., None]]] = {}
+        self._noted: list[Callable[..., None]] = []
+        self._possible = True
+
+    def forget(self) -> None:
+        """The arguments have changed."""
+        self._known.clear()
+
+    @contextmanager
+    def noting(self, series: object) -> Iterator[None]:
+        """Remember the launches made in here, as this series."""
+        self._noted = []
+        yield
+        self._known[series] = self._noted
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        compiled = kernel[grid](*arguments, **options)
+        self._possible &= hasattr(compiled, "__getitem__")  # where kernels are interpreted there is none
+        if self._possible:
+            given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+            values = (given[name] for name in kernel.arg_names)
+            addresses = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+            self._noted.append(partial(compiled[(*grid, 1, 1)[:3]], *addresses))
+
+    def again(self, series: object, device: torch.device) -> bool:
+        """Launch a series once more; False if it has to be launched anew."""
+        if not self._possible or series not in self._known:
+            return False
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        first, *others = self._known[series]
+        try:
+            first(stream=stream)
+        except (TypeError, AttributeError):  # a Triton that launches compiled kernels in some other way
+            self._possible = False
+            return False
+        for launch in others:
+            launch(stream=stream)
+        return True
+
+
 class FusedCycle(Followers):
     """ENorm cycles and the move to new coordinates, on tensors that lie in memory as the plan was made for.
 
@@ -383,71 +567,69 @@ class FusedCycle(Followers):
         cycles: int = 1,
     ) -> None:
         super().__init__(tensors)
-        plan, device = make_plan(net, cycles), self.device
-        self.plan, self.dtype, self.p = plan.to(device), dtype, float(p)
-        self.early = DEPENDENT_LAUNCHES
+        device = self.device
+        self.plan, self.dtype, self.p = make_plan(net, cycles).to(device, dtype), dtype, float(p)
+        self.early = can_begin_early(device) if DEPENDENT_LAUNCHES is None else DEPENDENT_LAUNCHES
+        self._launch = Launches()
         self._log_t, self._gains, self._change = log_t, gains.t, gains.change
-        n, entries = plan.n, plan.index.shape[1]
-        made: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.s, self._updated = torch.zeros(n + 1, **made), torch.zeros(n + 1, **made)
-        self._up, self._down = torch.zeros(n + 1, **made), torch.zeros(n + 1, **made)
-        self._reach, self._exponent = plan.reach.to(**made), plan.exponent.to(**made)
-        self._pulls = plan.pulls.to(**made)
-        self._block_pulls = {id(b): b.pulls.to(**made) for b in (*self.plan.first, *self.plan.later)}
-        self._partial = torch.zeros(max(plan.partials, 1), **made)
-        self._two = bool((plan.index[1] < n).any())
-        self._even = bool((plan.chunks[:, 1] % 16 == 0).all())
-        self._entries = entries
+        n, self._entries = self.plan.n, self.plan.index.shape[1]
+        self.s, self._updated, self._up, self._down = (torch.zeros(n + 1, dtype=dtype, device=device) for _ in range(4))
+        self._partial = torch.zeros(max(self.plan.partials, 1), dtype=dtype, device=device)
+        self._matrices = torch.zeros(max(self.plan.matrices, 1), dtype=dtype, device=device)
+        self._two = bool((net.index[1] < n).any())
+        self._even = bool((self.plan.chunks[:, 1] % 16 == 0).all())
         self._bound: tuple[int, ...] = ()
-        self._shape: Any = None
-        self._host_kinds: list[int | None] = []
+        self._shape: tuple[tuple[float, bool], ...] = ()
+        self._host_kinds: list[int] = []
         self._kept: list[Tensor] = []  # what captured graphs read
 
     # -- which tensors -------------------------------------------------------------------------------------------------
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a step on the same tensors needs no new `bind`: not after one that was only captured."""
+        return bool(self._bound)
+
     def bind(self, slots: Sequence[Slot]) -> None:
         """Point the tables at these tensors; slot 0 holds the parameters. Costs nothing where no address changed."""
-        rows = zip(*(slot.tensors for slot in slots), strict=True)
-        addresses = tuple(0 if t is None else t.data_ptr() for row in rows for t in row)
+        tensors = [t for row in zip(*(slot.tensors for slot in slots), strict=True) for t in row]
+        addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
         shape = tuple((slot.power, slot.gained) for slot in slots)
         if addresses == self._bound and shape == self._shape:
             return
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        rows = zip(*(s.tensors for s in slots), strict=True)
-        kinds = [None if t is None else KINDS[t.dtype] for row in rows for t in row]
-        if shape != self._shape or any(
-            k is not None and k != old for k, old in zip(kinds, self._host_kinds, strict=True)
-        ):
+        capturing = self._capturing()
+        # what is not there is taken to be of the parameter's dtype, as a gradient will be
+        parameters = [q for q in slots[0].tensors if q is not None for _ in slots]
+        kinds = [KINDS[(q if t is None else t).dtype] for t, q in zip(tensors, parameters, strict=True)]
+        if shape != self._shape or kinds != self._host_kinds:
             if capturing:
                 raise RuntimeError(
                     "the tensors that ENorm moves are not those of the step before: run one whole step, with the "
                     "optimizer's, before capturing one"
                 )
-            self._reshape(slots, shape, kinds)
+            self._reshape(shape, kinds)
         self._aim(addresses, capturing)
 
-    def _reshape(self, slots: Sequence[Slot], shape: Any, kinds: list[int | None]) -> None:
+    def _reshape(self, shape: tuple[tuple[float, bool], ...], kinds: list[int]) -> None:
         device = self.device
-        self._shape, self._host_kinds = shape, kinds
+        self._shape, self._host_kinds, self._slots = shape, kinds, len(shape)
         channels = list(dict.fromkeys(shape))
-        self._slots = len(slots)
         self._channels = torch.tensor([channels.index(x) for x in shape], dtype=torch.int32, device=device)
         self._powers = torch.tensor([power for power, _ in channels], dtype=torch.float64, device=device)
         # gradients change by gain / factor, so their power -k by (gain / factor)^k
         gained = [max(-power, 0.0) if gained else 0.0 for power, gained in channels]
         self._gained = torch.tensor(gained, dtype=torch.float64, device=device)
         self._factors = torch.ones(len(channels), self._entries, dtype=self.dtype, device=device)
-        self._kinds = torch.tensor([k or 0 for k in kinds], dtype=torch.int32, device=device)
-        self._weight_kind = _common(kinds[:: self._slots])
-        self._kind = _common(kinds)
+        self._kinds = torch.tensor(kinds, dtype=torch.int32, device=device)
+        self._weight_kind, self._kind = _common(kinds[:: self._slots]), _common(kinds)
         self._table = torch.zeros(len(kinds), dtype=torch.int64, device=device)
-        self._bound = ()
 
     def _aim(self, addresses: tuple[int, ...], capturing: bool) -> None:
         """Write the addresses to the table by a kernel whose arguments they are: no copy from the host to wait for.
 
         A table that a captured graph reads is never written again, and one written inside a capture is the graph's own.
         """
+        self._launch.forget()
         if capturing or any(self._table is kept for kept in self._kept):
             self._table = torch.zeros_like(self._table)
         else:
@@ -461,68 +643,90 @@ class FusedCycle(Followers):
 
     def sweep(self, cycles: int = 1) -> Tensor:
         """The log-scales of this step: `cycles` ENorm cycles from 0. (The last place means "no variable".)"""
-        plan, sizes = self.plan, self.plan.sizes
         self._note_capture()
-        options: dict[str, Any] = {"P": self.p, "ACC": _TL[self.dtype], "EARLY": self.early}
         with self._here():
-            if len(plan.tiles):
-                _sum_tiles[(len(plan.tiles),)](
-                    plan.tiles, self._table, self._kinds, self._slots, self._partial,
-                    KIND=self._weight_kind, ROWS=sizes.rows, COLUMNS=sizes.columns, num_warps=8, **options,
-                )  # fmt: skip
-            V, items = 16, 64
-            _combine[(triton.cdiv(plan.n + 1, V),)](
-                plan.starts, plan.items, self._pulls, self._partial, self._up, self._down, self.s, plan.n + 1,
-                ACC=options["ACC"], V=V, ITEMS=items, **self._after(),
-            )  # fmt: skip
-            for cycle in range(cycles):
-                for block in plan.later if cycle else plan.first:
-                    self._update(block, cycle == 0)
+            series = ("sweep", cycles, self.early)
+            if not self._launch.again(series, self.device):
+                with self._launch.noting(series):
+                    self._launch_sums()
+                    for cycle in range(cycles):
+                        for number, block in enumerate(self.plan.later if cycle else self.plan.first):
+                            # the first waits for the sums, which all may then read before they wait
+                            self._launch_update(block, cycle == 0, self._after(chained=cycle + number > 0))
         return self.s
 
-    def _update(self, block: Block, first: bool) -> None:
-        plan, (programs, V) = self.plan, block.variables.shape
-        line = max(min(triton.next_power_of_2(block.longest), plan.sizes.line), 16)
-        _update_block[(programs,)](
-            block.variables, block.starts, block.jobs, block.positions, self._block_pulls[id(block)],
-            plan.index, self._exponent, self._entries, self._table, self._kinds, self._slots,
-            self._up, self._down, self._reach, self.s, self._updated if block.coupled else self.s, plan.n, block.step,
-            KIND=self._weight_kind, P=self.p, ACC=_TL[self.dtype], V=V, LINE=line,
-            FIRST=first, TWO=self._two, CANCELS=block.cancels, num_warps=min(max(line * V // 512, 4), 16),
-            **self._after(),
+    def _launch_sums(self) -> None:
+        plan, sizes, V, items = self.plan, self.plan.sizes, 16, 64
+        if len(plan.tiles):
+            self._launch(
+                _sum_tiles, (len(plan.tiles),),
+                plan.tiles, self._table, self._kinds, self._slots, self._partial, self._matrices,
+                KIND=self._weight_kind, P=self.p, ACC=_TL[self.dtype], ROWS=sizes.rows, COLUMNS=sizes.columns,
+                NESTED=plan.nested, FILTERS=sizes.filters, CHANNELS=sizes.channels, KERNEL=sizes.kernel,
+                EARLY=self.early, num_warps=4,
+            )  # fmt: skip
+        self._launch(
+            _combine, (triton.cdiv(plan.n + 1, V),),
+            plan.starts, plan.items, plan.pulls, self._partial, self._up, self._down, self.s, plan.n + 1,
+            ACC=_TL[self.dtype], V=V, ITEMS=items, **self._after(),
+        )  # fmt: skip
+
+    def _launch_update(self, block: Block, first: bool, after: dict[str, Any]) -> None:
+        plan, (programs, V), groups = self.plan, block.variables.shape, block.jobs.shape[1]
+        self._launch(
+            _update_block, (programs,),
+            block.variables, block.jobs, block.positions, block.pulls,
+            plan.index, plan.exponent, self._entries, self._table, self._kinds, self._slots, self._matrices,
+            self._up, self._down, plan.rates, self.s, self._updated if block.coupled else self.s, plan.n,
+            groups, block.pieces, KIND=self._weight_kind, P=self.p, ACC=_TL[self.dtype], V=V,
+            FLAT=block.flat[0], FLAT_LINE=block.flat[1], TALL=block.tall[0], TALL_LINE=block.tall[1],
+            RAW=block.raw, KEPT=block.kept, FIRST=first, TWO=self._two, CANCELS=block.cancels,
+            num_warps=block.warps, **after,
         )  # fmt: skip
         if block.coupled:
             B = 256
-            _commit[(triton.cdiv(programs * V, B),)](
-                block.variables, programs * V, plan.n, self._updated, self.s, B=B, **self._after()
+            self._launch(
+                _commit, (triton.cdiv(programs * V, B),),
+                block.variables, programs * V, plan.n, self._updated, self.s, B=B, **self._after(),
             )  # fmt: skip
 
     def move(self) -> None:
         """Multiply all slots by the factors of `s`, and add it to log_t."""
-        plan, B = self.plan, 512
         with self._here():
-            if len(self._gains):
-                _measure_gains[(len(self._gains),)](
-                    plan.gain_starts, plan.gain_index, plan.gain_exponent, self._log_t, self.s,
-                    self._gains, self._change, plan.n, B=B, **self._after(),
-                )  # fmt: skip
-            channels = len(self._powers)
-            _raise_factors[(triton.cdiv(max(self._entries, plan.n), B), channels)](
-                plan.index, self._exponent, plan.gain, self._change, self._entries, self.s, self._log_t, plan.n,
-                self._powers, self._gained, self._factors, TWO=self._two, B=B, **self._after(),
-            )  # fmt: skip
-            _rescale[(len(plan.chunks), self._slots)](
-                plan.chunks, self._table, self._kinds, self._slots, self._channels, self._factors, self._entries,
-                KIND=self._kind, ACC=_TL[self.dtype], ALIGNED=self._aligned, CHUNK=plan.sizes.chunk, num_warps=8,
-                **self._after(),
-            )  # fmt: skip
+            series = ("move", self.early)
+            if not self._launch.again(series, self.device):
+                with self._launch.noting(series):
+                    self._launch_move()
 
-    def _after(self) -> dict[str, Any]:
+    def _launch_move(self) -> None:
+        plan, B = self.plan, 512
+        if len(self._gains):
+            self._launch(
+                _measure_gains, (len(self._gains),),
+                plan.gain_starts, plan.gain_index, plan.gain_exponent, self._log_t, self.s,
+                self._gains, self._change, plan.n, B=B, **self._after(),
+            )  # fmt: skip
+        self._launch(
+            _raise_factors, (triton.cdiv(max(self._entries, plan.n), B), len(self._powers)),
+            plan.index, plan.exponent, plan.gain, self._change, self._entries, self.s, self._log_t, plan.n,
+            self._powers, self._gained, self._factors, TWO=self._two, B=B, **self._after(),
+        )  # fmt: skip
+        self._launch(
+            _rescale, (len(plan.chunks), self._slots),
+            plan.chunks, self._table, self._kinds, self._slots, self._channels, self._factors, self._entries,
+            KIND=self._kind, ACC=_TL[self.dtype], ALIGNED=self._aligned, CHUNK=plan.sizes.chunk, num_warps=8,
+            **self._after(),
+        )  # fmt: skip
+
+    def _after(self, chained: bool = True) -> dict[str, Any]:
         """Options of a launch that may begin before the one ahead of it has ended."""
-        return {"EARLY": True, "launch_pdl": True} if self.early else {"EARLY": False}
+        return {"EARLY": self.early} | ({"launch_pdl": True} if self.early and chained else {})
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _note_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._capturing() and not any(self._table is kept for kept in self._kept):
             self._kept += [self._table, self._kinds, self._channels, self._powers, self._gained, self._factors]
 
     def _here(self) -> AbstractContextManager[Any]:
@@ -532,6 +736,5 @@ class FusedCycle(Followers):
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def _common(kinds: Sequence[int | None]) -> int:
-    found = {kind for kind in kinds if kind is not None}
-    return found.pop() if len(found) == 1 else MIXED
+def _common(kinds: Sequence[int]) -> int:
+    return kinds[0] if len(set(kinds)) == 1 else MIXED

@@ -125,8 +125,8 @@ class ForeachCycle(Followers):
         self._gained = (gain >= 0).nonzero().view(-1).to(self.device)
         self._gain = gain[gain >= 0].to(self.device)
         self.s = torch.zeros(net.n + 1, dtype=dtype, device=self.device)
-        self._bound: tuple[int, ...] = ()
-        self._slots: tuple[tuple[float, bool], ...] = ()
+        self._weights: list[Tensor] = []
+        self._views: list[tuple[Matrix, int, list[Tensor]]] = []
         blocks = [list(self._blocks(net, slabs, first)) for first in ((True, False) if cycles > 1 else (True,))]
         self._first, self._later = _with_last(blocks[0]), _with_last(blocks[-1])
 
@@ -134,14 +134,10 @@ class ForeachCycle(Followers):
 
     def bind(self, slots: Sequence[Slot]) -> None:
         """Look at these tensors as matrices; slot 0 holds the parameters."""
-        addresses = tuple(0 if t is None else t.data_ptr() for slot in slots for t in slot.tensors)
-        kinds = tuple((slot.power, slot.gained) for slot in slots)
-        if addresses == self._bound and kinds == self._slots:
-            return
-        self._bound, self._slots = addresses, kinds
-        self._channels = list(dict.fromkeys([(power, False) for power, _ in kinds] + list(kinds)))
+        kinds = [(slot.power, slot.gained) for slot in slots]
+        self._channels = list(dict.fromkeys([(power, False) for power, _ in kinds] + kinds))
         self._weights = [q for q in slots[0].tensors if q is not None]
-        self._views: list[tuple[Matrix, int, list[Tensor]]] = []
+        self._views = []
         for matrix in self._matrices:
             views: dict[int, list[Tensor]] = {}
             for slot in slots:
@@ -210,6 +206,7 @@ class ForeachCycle(Followers):
                 factor = by_row[piece, None] * by_column
                 for view in views:
                     view[piece].mul_(factor)
+        self._weights, self._views = [], []  # gradients may be freed now
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,12 @@ one is a slab per group; a gain, a bias or a depthwise kernel is a slab of one r
 through memory in order, whatever the layout.
 
 - **Entries**: all rows and columns of all slabs, with the one or two scale variables each depends on.
-- **Lines**: where a variable occurs. Its *row* lines are rows of slabs; its *column* lines are columns, taken together
-  where they are evenly spaced (the k² columns of an input channel). The mass Σ|w|^p on a line pulls the variable up or
-  down (stock2019, eq. 5).
+- **Lines**: where a variable occurs: rows of slabs, and columns, those with the same scales (the k² of an input
+  channel) taken as one. The mass Σ|w|^p on a line pulls the variable up or down (stock2019, eq. 5).
 - A cycle starts at s = 0. A line whose other scales come later in the cycle is a plain sum of |w|^p: all of these are
   read in one pass over **tiles** of the weights. The others are weighted by scales of earlier blocks and are read block
-  by block, by **programs** that take a few variables each.
+  by block, by **programs** that take a few variables each: from the weights themselves, or, where columns are taken
+  together, from a small **matrix** of sums that the tiles leave (rows × distinct columns).
 - **Chunks**: all memory that gets a factor, in pieces.
 
 >>> plan = make_plan(anatomy(terms, tensors, num_scales, birth, counted, p=2.0, c=1.2))
@@ -21,14 +21,16 @@ through memory in order, whatever the layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import prod
+from math import gcd, prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..objective import Side
 from ..symmetry import ScaledParameter, Term
 
 ROW, COLUMN = 0, 1
@@ -43,14 +45,20 @@ class Tiles:
     """Sizes of the pieces that programs work on. The defaults suit a large GPU; small ones make small nets a test."""
 
     rows: int = 16  # a tile of the pass that sums: rows × columns at a time,
-    columns: int = 256
-    share: int = 16384  # at least so many elements per program,
+    columns: int = 128
+    filters: int = 2  # or, where neighbours are taken together, rows × channels × elements of a kernel,
+    channels: int = 64
+    kernel: int = 16
+    share: int = 8192  # at least so many elements per program,
     shares: int = 2048  # and about so many programs if there is enough to do
-    variables: int = 4  # of a block, in one program: few, so that a block of 500 still fills the device,
-    line: int = 2048  # and so many elements of their lines at a time
+    alone: int = 1024  # a variable with lines no longer than this has a program to itself, a warp or two;
+    variables: int = 8  # else so many share one, and what they read of scales,
+    line: int = 2048  # so many elements of their lines at a time,
+    area: int = 8192  # and so many of several lines of several variables
     chunk: int = 4096  # elements that one program rescales
     flat: int = 65536  # largest parameter that may be laid out as one row although its columns have no scales
     narrow: int = 64  # ... which is done for rows shorter than this
+    wide: int = 32768  # columns that a slab may have although a cut further in would leave fewer
 
 
 DEFAULT = Tiles()
@@ -75,7 +83,12 @@ class Followers:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.device = parameters[0].device
-        self._layout = [(t.shape, t.stride()) for t in parameters]
+        self._layout = [_layout(t) for t in parameters]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step on the same tensors needs no new `bind`."""
+        return False
 
     def fits(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the parameters still lie in memory as they did."""
@@ -91,8 +104,13 @@ class Followers:
             and tensor.layout == torch.strided
             and tensor.device == self.device
             and tensor.dtype in self.dtypes
-            and (tensor.shape, tensor.stride()) == self._layout[number]
+            and _layout(tensor) == self._layout[number]
         )
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, list[int]]:
+    """Shape and strides. (The stride of an axis of length 1 means nothing: a 1 × 1 kernel is in either format.)"""
+    return tensor.shape, [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
 
 
 # -- slabs and entries -------------------------------------------------------------------------------------------------
@@ -117,6 +135,29 @@ class Slab:
     @property
     def columns(self) -> int:
         return len(self.column_index)
+
+    @cached_property
+    def repeats(self) -> Repeats:
+        """How columns with the same scales lie."""
+        return Repeats(*Side(self.column_index.T, self.column_exponent.T).repeats())
+
+    @property
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """Variables and exponents of its columns, of those taken together once."""
+        _, columns, inner = self.repeats
+        return self.column_index[::inner][:columns], self.column_exponent[::inner][:columns]
+
+
+class Repeats(NamedTuple):
+    """Columns as outer × distinct × inner: inner > 1 for a contiguous convolution, outer > 1 for channels last."""
+
+    outer: int
+    columns: int
+    inner: int
+
+    @property
+    def times(self) -> int:
+        return self.outer * self.inner
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +187,10 @@ class _Part:
         return _Part(index[:1], exponent[:1]) if same else _Part(index, exponent)
 
     def run_length(self) -> int:
-        """The common length of runs along the first axis in which nothing changes."""
+        """The length of runs along the first axis in which nothing changes."""
         changes = (self.index[1:] != self.index[:-1]) | (self.exponent[1:] != self.exponent[:-1])
         edges = [0, *(changes.flatten(1).any(1).nonzero().view(-1) + 1).tolist(), len(self.index)]
-        lengths = {b - a for a, b in pairwise(edges)}
-        return lengths.pop() if len(lengths) == 1 else 1
+        return gcd(*(b - a for a, b in pairwise(edges)))
 
 
 def slabs_of(w: ScaledParameter, number: int, tensor: Tensor, n: int, tiles: Tiles, gain: int = -1) -> Iterator[Slab]:
@@ -175,8 +215,7 @@ def slabs_of(w: ScaledParameter, number: int, tensor: Tensor, n: int, tiles: Til
         raise InexpressibleError(f"{w.name} is a safe bias of more than {tiles.flat} numbers")
     numbers = torch.arange(w.fan_in.index[..., 0].numel()).view(w.fan_in.index.shape[:-1]) + gain
     gains = _part(Term(numbers, torch.zeros_like(numbers, dtype=torch.float64)), axes, 1.0)
-    (slab,) = [_slab(number, parts, lengths, 0, 0, n)]
-    yield Slab(**{**slab.__dict__, "column_gain": gains.flat(lengths, 0, len(lengths))[0]})
+    yield replace(_slab(number, parts, lengths, 0, 0, n), column_gain=gains.flat(lengths, 0, len(lengths))[0])
 
 
 def _part(term: Term, axes: list[int], sign: float) -> _Part:
@@ -194,7 +233,9 @@ def _slabs(
     cuts = [t for t in range(1, dims) if all(part.within(0, t) or part.within(t, dims) for part in parts)]
     cuts = [t for t in cuts if not all(part.within(0, t) for part in parts)] or cuts  # both sides, if it can be
     if cuts:
-        cut = min(cuts, key=lambda t: prod(shape[:t]) + prod(shape[t:]))
+        # few rows, so that a variable has few lines, unless that makes a long table of columns
+        fewest = [t for t in cuts if prod(shape[t:]) <= tiles.wide][:1]
+        cut = fewest[0] if fewest else min(cuts, key=lambda t: prod(shape[:t]) + prod(shape[t:]))
         # a depthwise kernel, rows of a few elements without scales of their own, is better one long row
         bare = all(part.within(0, cut) for part in parts) and prod(shape[cut:]) < tiles.narrow
         yield _slab(number, parts, shape, 0 if bare and numel <= tiles.flat else cut, offset, n)
@@ -240,9 +281,7 @@ class Lines:
     variable: Tensor
     slab: Tensor
     kind: Tensor  # ROW or COLUMN
-    position: Tensor  # the row, or the first column
-    count: Tensor  # columns taken together,
-    step: Tensor  # and how far apart they are
+    position: Tensor  # the row, or the column among distinct ones
     pull: Tensor  # exponent times depth weight: what a unit of mass on the line does to F's slope
     weighted: Tensor  # in the first cycle some other scale on the line has moved by the time it is needed
 
@@ -259,7 +298,7 @@ def lines_of(slab: Slab, number: int, weight: float, rank: Tensor, never: int) -
     n = len(rank) - 1
     cancels = may_cancel(slab, n)
     sides = ((slab.row_index, slab.row_exponent, rank[slab.column_index].min()),
-             (slab.column_index, slab.column_exponent, rank[slab.row_index].min()))  # fmt: skip
+             (*slab.distinct, rank[slab.row_index].min()))  # fmt: skip
     for kind, (index, exponent, across) in enumerate(sides):
         # one variable twice in an entry, to powers that cancel, has no effect on it
         useless = (index[:, 0] == index[:, 1]) & (exponent.sum(1).abs() < 1e-9)
@@ -268,21 +307,14 @@ def lines_of(slab: Slab, number: int, weight: float, rank: Tensor, never: int) -
             at = ((variable < n) & (rank[variable] < never) & ~useless).nonzero().view(-1)
             if not len(at):
                 continue
-            if kind == ROW:
-                position, count, step = at, torch.ones_like(at), torch.ones_like(at)
-            else:
-                key = torch.stack([variable, partner, *(x.view(torch.int64) for x in exponent.T.contiguous())], 1)[at]
-                position, count, step = progressions(at, key.unique(dim=0, return_inverse=True)[1])
-            v = variable[position]
+            v = variable[at]
             yield Lines(
                 variable=v,
                 slab=torch.full_like(v, number),
                 kind=torch.full_like(v, kind),
-                position=position,
-                count=count,
-                step=step,
-                pull=exponent[position, term] * weight,
-                weighted=(across < rank[v]) | (rank[partner[position]] < rank[v]) | cancels,
+                position=at,
+                pull=exponent[at, term] * weight,
+                weighted=(across < rank[v]) | (rank[partner[at]] < rank[v]) | cancels,
             )
 
 
@@ -290,28 +322,6 @@ def may_cancel(slab: Slab, n: int) -> bool:
     """Whether an element may have one variable in its row and its column (the diagonal in x + conv(x))."""
     rows, columns = slab.row_index[slab.row_index < n], slab.column_index[slab.column_index < n]
     return bool(torch.isin(rows.unique(), columns).any())
-
-
-def progressions(at: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions by group as arithmetic progressions: first, count and step of each.
-
-    >>> progressions(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 0, 1]))    # every second one
-    """
-    order = torch.argsort(group, stable=True)
-    position, group = at[order], group[order]
-    lengths = torch.bincount(group)
-    first = lengths.cumsum(0) - lengths
-    place = torch.arange(len(position)) - first[group]
-    step = torch.where(lengths > 1, position[(first + 1).clamp_max(len(position) - 1)] - position[first], 1)
-    off = position != position[first][group] + place * step[group]
-    irregular = torch.zeros_like(lengths, dtype=torch.bool)
-    irregular[group[off]] = True
-    # a group that is not evenly spaced falls into runs of neighbours
-    starts = (place == 0) | (irregular[group] & (position != torch.roll(position, 1) + 1))
-    begins = starts.nonzero().view(-1)
-    counts = torch.diff(begins, append=torch.tensor([len(position)]))
-    owner = group[begins]
-    return position[begins], counts, torch.where(irregular[owner], 1, step[owner])
 
 
 # -- a net in slabs ----------------------------------------------------------------------------------------------------
@@ -329,6 +339,7 @@ class Anatomy:
     coupled: set[int]  # blocks with variables on both sides of one parameter
     reach: Tensor  # per variable, see `solver.reach`
     fan_ins: list[Term]  # of safe biases, in order
+    p: float
     tiles: Tiles
 
     @cached_property
@@ -407,6 +418,7 @@ def anatomy(
         coupled=_coupled(scored, *_ranks(scored, n, birth, None)),
         reach=_reach(scored, n),
         fan_ins=fan_ins,
+        p=p,
         tiles=sizes,
     )
 
@@ -453,21 +465,28 @@ def _coupled(terms: list[ScaledParameter], rank: Tensor, never: int) -> set[int]
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Programs that update the variables of one block; V variables each."""
+    """Programs that update the variables of one block, V each, by lines in J jobs at a time, G times.
+
+    A job is one line per variable, all alike. Lines that lie in memory in order ("flat") come first, then those that
+    stand upright ("tall"). Everything a program needs is at a place that follows from its number.
+    """
 
     variables: Tensor  # programs × V; n where there is none
-    starts: Tensor  # programs + 1: which jobs are whose
-    jobs: Tensor  # jobs × 9: parameter, offset, rows, columns, kind, count, step, first entry of its kind, of the other
-    positions: Tensor  # jobs × V: row or first column of each variable's line; -1 where it has none
-    pulls: Tensor  # jobs × V
-    step: float  # 1, or 1/2 where two of the variables meet in one weight
+    jobs: Tensor  # programs × G × J × 9: what, start, length, step to the next variable and to the next element, and
+    # first entry and step of their own scales and of those across. "What" is a parameter, or -1 for a matrix of sums
+    positions: Tensor  # programs × G × J × V: row or column of each variable's line; -1 where it has none
+    pulls: Tensor  # programs × G × J × V
+    flat: tuple[int, int]  # flat jobs at a time, elements of their lines at a time,
+    tall: tuple[int, int]  # and of tall ones
+    warps: int
+    pieces: int  # in which lines are taken
+    raw: bool  # some lines are read from weights,
+    kept: bool  # some from matrices
     coupled: bool  # a program reads scales that another one of this block writes
     cancels: bool  # some element has to be left out, see `may_cancel`
-    longest: int  # elements of the longest line
 
-    def to(self, device: torch.device) -> Block:
-        moved = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
-        return Block(**{**self.__dict__, **moved})
+    def to(self, device: torch.device, dtype: torch.dtype) -> Block:
+        return Block(**_moved(self.__dict__, device, dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,14 +494,16 @@ class Plan:
     """All tables of a fused step. Integers are int32: no parameter may have 2³¹ elements."""
 
     n: int  # scale variables; index n stands for none
-    reach: Tensor  # per variable, see `solver.reach`
+    rates: Tensor  # per variable, of log(R / L): see `_rates`
     # entries: rows and columns of all slabs
     index: Tensor  # 2 × entries
     exponent: Tensor
     gain: Tensor  # per entry: which gain of a safe bias, -1 for none
     # memory
-    tiles: Tensor  # × 8: parameter, first element, rows, width, pitch, column sums at, row sums at (-1: none), apart
-    partials: int  # sums that the tiles leave
+    tiles: Tensor  # × 14, see `_tiles`
+    nested: bool  # some take neighbouring columns together
+    partials: int  # sums that the tiles leave,
+    matrices: int  # and elements of the matrices
     chunks: Tensor  # × 7: parameter, first element, length, columns, column of the first, its row entry, column entry
     # what each variable takes from the partial sums
     starts: Tensor
@@ -497,34 +518,53 @@ class Plan:
     gain_exponent: Tensor
     sizes: Tiles
 
-    def to(self, device: torch.device) -> Plan:
-        moved = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
-        blocks = {k: tuple(b.to(device) for b in getattr(self, k)) for k in ("first", "later")}
-        return Plan(**{**self.__dict__, **moved, **blocks})
+    def to(self, device: torch.device, dtype: torch.dtype) -> Plan:
+        """On a device, with real numbers of this dtype."""
+        blocks = {k: tuple(b.to(device, dtype) for b in getattr(self, k)) for k in ("first", "later")}
+        return Plan(**{**_moved(self.__dict__, device, dtype), **blocks})
+
+
+def _moved(fields: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        k: v.to(device, dtype if v.is_floating_point() else v.dtype) if isinstance(v, Tensor) else v
+        for k, v in fields.items()
+    }
 
 
 def make_plan(net: Anatomy, cycles: int = 1) -> Plan:
     """The tables; those of cycles that do not start at 0 only where there are more than one."""
     n, sizes, table = net.n, net.tiles, net.table()
     lines = net.lines()
-    tile_table, partials, starts, items, pulls = _plain_sums(net.slabs, table, lines[~lines.weighted], n, sizes)
+    plain, weighted = lines[~lines.weighted], lines[lines.weighted]
+    readings = _readings(net.slabs, plain, lines if cycles > 1 else weighted, sizes)
+    tile_table = _tiles(readings, table)
+    sources = _sources(readings, table)
+    starts, items, pulls = _items(plain, readings, n)
     return Plan(
         n=n,
-        reach=net.reach,
+        rates=_rates(net),
         index=net.index.to(torch.int32),
         exponent=net.exponent,
         gain=net.gain.to(torch.int32),
         tiles=tile_table.to(torch.int32),
-        partials=partials,
+        nested=bool((tile_table[:, 5] > 1).any()),
+        partials=max((reading.partials_end for reading in readings), default=0),
+        matrices=max((reading.matrix_end for reading in readings), default=0),
         chunks=_chunks(net.slabs, table, sizes).to(torch.int32),
         starts=starts,
         items=items,
         pulls=pulls,
-        first=tuple(_blocks(lines[lines.weighted], net, table)),
-        later=tuple(_blocks(lines, net, table)) if cycles > 1 else (),
+        first=tuple(_blocks(weighted, net, sources)),
+        later=tuple(_blocks(lines, net, sources)) if cycles > 1 else (),
         **_gain_tables(net.fan_ins),
         sizes=sizes,
     )
+
+
+def _rates(net: Anatomy) -> Tensor:
+    """Per variable: its share of log(R / L) in a step (solver.step_towards), less where two meet in one weight."""
+    coupled = torch.isin(net.rank, torch.tensor(sorted(net.coupled), dtype=net.rank.dtype))
+    return torch.where(coupled, 0.5, 1.0) / (net.p * net.reach)
 
 
 def _gain_tables(fan_ins: list[Term]) -> dict[str, Tensor]:
@@ -554,72 +594,131 @@ def _chunks(slabs: list[Slab], table: Tensor, sizes: Tiles) -> Tensor:
 # -- plain sums, for all blocks at once --------------------------------------------------------------------------------
 
 
-def _plain_sums(
-    slabs: list[Slab], table: Tensor, lines: Lines, n: int, sizes: Tiles
-) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-    """Tiles over every slab that has plain lines, and which of their sums belong to which variable."""
-    wanted = {(number, kind) for number, kind in torch.stack([lines.slab, lines.kind], 1).unique(dim=0).tolist()}
-    read = sorted({number for number, _ in wanted})
-    total = sum(slabs[number].rows * slabs[number].columns for number in read)
-    height = max(sizes.share, total // sizes.shares) // sizes.columns
-    height = -(-max(height, sizes.rows) // sizes.rows) * sizes.rows  # rows of a program's share, in whole tiles
-    tiles, used = [], 0
-    # of each slab: where its sums begin, and in how many stretches they are
-    column_sums, row_sums = torch.zeros(2, len(slabs), 2, dtype=torch.int64)
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How tiles read one slab, and where they leave what they find; -1 for what is not wanted."""
+
+    slab: int
+    rows: int
+    repeats: Repeats
+    height: int  # of a program's share, in rows
+    width: int  # in columns
+    column_sums: int
+    row_sums: int
+    matrix: int
+    turned: bool  # the matrix is stored by columns
+    partials_end: int  # sums left by this slab and those before it,
+    matrix_end: int  # and elements of matrices
+
+    @property
+    def down(self) -> int:
+        return -(-self.rows // self.height)
+
+    @property
+    def across(self) -> int:
+        return -(-self.repeats.columns // self.width)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """From row to row, and from column to column, of the matrix."""
+        return (1, self.rows) if self.turned else (self.repeats.columns, 1)
+
+
+def _readings(slabs: list[Slab], plain: Lines, weighed: Lines, sizes: Tiles) -> list[Reading]:
+    """All slabs that have plain lines, or weighted ones on columns that are taken together."""
+    wanted = {(number, kind) for number, kind in torch.stack([plain.slab, plain.kind], 1).unique(dim=0).tolist()}
+    kept = {number for number in weighed.slab.unique().tolist() if slabs[number].repeats.times > 1}
+    upright = kept - set(weighed.slab[weighed.kind == ROW].tolist())  # only columns are read of these
+    read = sorted({number for number, _ in wanted} | kept)
+    share = max(sizes.share, sum(slabs[number].rows * slabs[number].columns for number in read) // sizes.shares)
+    readings: list[Reading] = []
+    sums = elements = 0
     for number in read:
-        parameter, offset, rows, columns = table[number, :4].tolist()
-        down, across = -(-rows // height), -(-columns // sizes.columns)
-        at_columns = at_rows = -1
+        slab = slabs[number]
+        together = number in kept or (number, COLUMN) in wanted  # rows alone are best read as they lie
+        repeats = slab.repeats if together else Repeats(1, slab.columns, 1)
+        tile = (sizes.filters, sizes.channels) if repeats.inner > 1 else (sizes.rows, sizes.columns)
+        height = -(-share // (tile[1] * repeats.times) // tile[0]) * tile[0]  # in whole tiles
+        height, turned = max(height, tile[0]), number in upright
+        reading = Reading(number, slab.rows, repeats, height, tile[1], -1, -1, -1, turned, sums, elements)
         if (number, COLUMN) in wanted:
-            at_columns, used = used, used + down * columns
-            column_sums[number] = torch.tensor([at_columns, down])
+            reading, sums = replace(reading, column_sums=sums), sums + reading.down * repeats.columns
         if (number, ROW) in wanted:
-            at_rows, used = used, used + rows * across
-            row_sums[number] = torch.tensor([at_rows, across])
-        r, k = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
+            reading, sums = replace(reading, row_sums=sums), sums + reading.across * slab.rows
+        if number in kept:
+            reading, elements = replace(reading, matrix=elements), elements + slab.rows * repeats.columns
+        readings.append(replace(reading, partials_end=sums, matrix_end=elements))
+    return readings
+
+
+def _tiles(readings: list[Reading], table: Tensor) -> Tensor:
+    """× 14: parameter, first element, rows, columns, elements from row to row; how many neighbours, and how many
+    copies at which distance, are taken together; where column sums go, row sums and how far apart they are; where the
+    matrix goes, and its steps."""
+    tiles = [torch.zeros(0, 14, dtype=torch.int64)]
+    for reading in readings:
+        parameter, offset, rows, pitch = table[reading.slab, :4].tolist()
+        outer, columns, inner = reading.repeats
+        r, k = torch.meshgrid(torch.arange(reading.down), torch.arange(reading.across), indexing="ij")
         r, k = r.reshape(-1), k.reshape(-1)
-        top, left = r * height, k * sizes.columns
+        top, left = r * reading.height, k * reading.width
+        nowhere, steps = torch.full_like(r, -1), reading.steps
         tiles.append(torch.stack([
             torch.full_like(r, parameter),
-            offset + top * columns + left,
-            (rows - top).clamp_max(height),
-            (columns - left).clamp_max(sizes.columns),
-            torch.full_like(r, columns),
-            at_columns + r * columns + left if at_columns >= 0 else torch.full_like(r, -1),
-            at_rows + top * across + k if at_rows >= 0 else torch.full_like(r, -1),
-            torch.full_like(r, across),
+            offset + top * pitch + left * inner,
+            (rows - top).clamp_max(reading.height),
+            (columns - left).clamp_max(reading.width),
+            torch.full_like(r, pitch),
+            torch.full_like(r, inner),
+            torch.full_like(r, outer),
+            torch.full_like(r, columns * inner),
+            nowhere if reading.column_sums < 0 else reading.column_sums + r * columns + left,
+            nowhere if reading.row_sums < 0 else reading.row_sums + top * reading.across + k,
+            torch.full_like(r, reading.across),
+            nowhere if reading.matrix < 0 else reading.matrix + top * steps[0] + left * steps[1],
+            torch.full_like(r, steps[0]),
+            torch.full_like(r, steps[1]),
         ], 1))  # fmt: skip
-    items, owner, pull = _items(lines, table, column_sums, row_sums)
+    return torch.cat(tiles)
+
+
+def _items(lines: Lines, readings: list[Reading], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each variable, the partial sums that its plain lines consist of, and what they do to it."""
+    size = max((reading.slab for reading in readings), default=-1) + 1
+    # of each slab and kind: where its sums begin; from line to line, how many stretches, from one to the next
+    of = torch.zeros(size, 2, 4, dtype=torch.int64)
+    for reading in readings:
+        columns = reading.repeats.columns
+        of[reading.slab, ROW] = torch.tensor([reading.row_sums, reading.across, reading.across, 1])
+        of[reading.slab, COLUMN] = torch.tensor([reading.column_sums, 1, reading.down, columns])
+    begin, apart, stretches, step = of[lines.slab, lines.kind].T
+    line = torch.repeat_interleave(torch.arange(len(stretches)), stretches)
+    stretch = torch.arange(len(line)) - (stretches.cumsum(0) - stretches)[line]
+    item = (begin + lines.position * apart)[line] + stretch * step[line]
+    owner = lines.variable[line]
     order = torch.argsort(owner, stable=True)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(owner, minlength=n + 1).cumsum(0)])
-    return (
-        torch.cat([torch.zeros(0, 8, dtype=torch.int64), *tiles]),
-        used,
-        starts.to(torch.int32),
-        items[order].to(torch.int32),
-        pull[order],
-    )
-
-
-def _items(lines: Lines, table: Tensor, column_sums: Tensor, row_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each plain line, the partial sums it consists of: one for each of its columns and each stretch of a slab."""
-    rows = (lines.kind == ROW)[:, None]
-    at, stretches = torch.where(rows, row_sums[lines.slab], column_sums[lines.slab]).T
-    width = table[lines.slab, 3]
-    begin = torch.where(rows[:, 0], at + lines.position * stretches, at + lines.position)
-    apart = torch.where(rows[:, 0], 1, width)
-    lengths = stretches * lines.count
-    line = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    place = torch.arange(len(line)) - (lengths.cumsum(0) - lengths)[line]
-    stretch, column = place // lines.count[line], place % lines.count[line]
-    item = begin[line] + stretch * apart[line] + column * lines.step[line]
-    return item, lines.variable[line], lines.pull[line]
+    return starts.to(torch.int32), item[order].to(torch.int32), lines.pull[line][order]
 
 
 # -- weighted sums, block by block -------------------------------------------------------------------------------------
 
 
-def _blocks(lines: Lines, net: Anatomy, table: Tensor) -> Iterator[Block]:
+def _sources(readings: list[Reading], table: Tensor) -> Tensor:
+    """Slabs × 9: where weighted lines are read: parameter or -1 for a matrix, start, rows, columns, elements from row
+    to row and from column to column; first row entry, first column entry and entries from column to column."""
+    parameter, offset, rows, columns, row_entry, column_entry = table.T
+    one = torch.ones_like(rows)
+    sources = torch.stack([parameter, offset, rows, columns, columns, one, row_entry, column_entry, one], 1)
+    for reading in readings:
+        if reading.matrix >= 0:
+            shape = [reading.rows, reading.repeats.columns, *reading.steps]
+            sources[reading.slab, :6] = torch.tensor([-1, reading.matrix, *shape])
+            sources[reading.slab, 8] = reading.repeats.inner
+    return sources
+
+
+def _blocks(lines: Lines, net: Anatomy, sources: Tensor) -> Iterator[Block]:
     rank, never = net.rank, net.never
     cancelling = torch.tensor([may_cancel(slab, net.n) for slab in net.slabs])
     order = torch.argsort(rank[lines.variable], stable=True)
@@ -629,10 +728,26 @@ def _blocks(lines: Lines, net: Anatomy, table: Tensor) -> Iterator[Block]:
         variables = (rank == name).nonzero().view(-1)
         if len(variables):
             chosen = lines[torch.arange(int(bounds[name]), int(bounds[name + 1]))]
-            yield _block(variables, chosen, net.n, table, name in net.coupled, cancelling, net.tiles.variables)
+            yield _block(variables, chosen, net.n, sources, name in net.coupled, cancelling, net.tiles)
 
 
-def _block(variables: Tensor, lines: Lines, n: int, table: Tensor, coupled: bool, cancelling: Tensor, V: int) -> Block:
+def _block(
+    variables: Tensor, lines: Lines, n: int, sources: Tensor, coupled: bool, cancelling: Tensor, sizes: Tiles
+) -> Block:
+    # what, start, length, steps to the next variable and the next element, own entry and step, those across
+    what, start, rows, columns, down, right, row_entry, column_entry, step = sources[lines.slab].T
+    one, by_row = torch.ones_like(step), (lines.kind == ROW)[:, None]
+    records = torch.where(
+        by_row,
+        torch.stack([what, start, columns, down, right, row_entry, one, column_entry, step], 1),
+        torch.stack([what, start, rows, right, down, column_entry, step, row_entry, one], 1),
+    )
+    length = records[:, 2]
+    tall = ((length > 1) & (records[:, 4] > 1)).long()
+    longest = [_largest(length[tall == k]) for k in (0, 1)]
+    alone = max(longest) <= sizes.alone and not longest[1]
+    at_once = [min(max(_power_of_2(k), 16), sizes.line) for k in longest]
+    V = 1 if alone else min(sizes.variables, max(sizes.area // max(at_once), 1))
     programs = -(-len(variables) // V)
     padded = torch.full((programs * V,), n)
     padded[: len(variables)] = variables
@@ -640,27 +755,47 @@ def _block(variables: Tensor, lines: Lines, n: int, table: Tensor, coupled: bool
     place[variables] = torch.arange(len(variables))
     program, lane = place[lines.variable] // V, place[lines.variable] % V
     # lines of one kind in one slab make one job, with at most one line per variable
-    alike = torch.stack([program, lines.slab, lines.kind, lines.count, lines.step], 1)
-    _, place_in = torch.cat([alike, lane[:, None]], 1).unique(dim=0, return_inverse=True)
-    key = torch.cat([alike, _occurrence(place_in)[:, None]], 1)
-    jobs, job = key.unique(dim=0, return_inverse=True)
-    positions, pulls = torch.full((len(jobs), V), -1), torch.zeros(len(jobs), V, dtype=torch.float64)
-    positions[job, lane] = lines.position
-    pulls[job, lane] = lines.pull
-    slab, by_row = table[jobs[:, 1]], jobs[:, 2] == ROW
-    length = torch.where(by_row, slab[:, 3], slab[:, 2] * jobs[:, 3])
-    entries = torch.where(by_row[:, None], slab[:, 4:6], slab[:, 4:6].flip(1))
+    alike = torch.stack([program, tall, lines.slab, lines.kind], 1)
+    _, same = torch.cat([alike, lane[:, None]], 1).unique(dim=0, return_inverse=True)
+    key, job = torch.cat([alike, _occurrence(same)[:, None]], 1).unique(dim=0, return_inverse=True)
+    number = _occurrence(key[:, :2].unique(dim=0, return_inverse=True)[1])  # of a job in its program, flat or tall
+    most = [_largest(number[key[:, 1] == k] + 1) for k in (0, 1)]
+    area = 2 * sizes.alone if alone else sizes.area
+    room = [max(area // (V * line), 1) for line in at_once]
+    J = [min(_power_of_2(k), j) if k else 0 for k, j in zip(most, room, strict=True)]
+    G = max((-(-k // j) for k, j in zip(most, J, strict=True) if j), default=1)
+    each = torch.tensor(J)[key[:, 1]]
+    spot = (key[:, 0] * G + number // each) * sum(J) + number % each + J[0] * key[:, 1]
+    jobs = torch.zeros(programs * G * sum(J), 9, dtype=torch.int64)
+    positions = torch.full((len(jobs), V), -1)
+    pulls = torch.zeros(len(jobs), V, dtype=torch.float64)
+    jobs[spot[job]] = records
+    positions[spot[job], lane] = lines.position
+    pulls[spot[job], lane] = lines.pull
+    elements = V * sum(j * line for j, line in zip(J, at_once, strict=True))
     return Block(
         variables=padded.view(programs, V).to(torch.int32),
-        starts=torch.searchsorted(jobs[:, 0].contiguous(), torch.arange(programs + 1)).to(torch.int32),
-        jobs=torch.cat([slab[:, :4], jobs[:, 2:5], entries], 1).to(torch.int32),
-        positions=positions.to(torch.int32),
-        pulls=pulls,
-        step=0.5 if coupled else 1.0,
-        coupled=coupled and bool(len(jobs)),
-        cancels=bool(cancelling[jobs[:, 1]].any()),
-        longest=int(length.max()) if len(jobs) else 0,
+        jobs=jobs.view(programs, G, sum(J), 9).to(torch.int32),
+        positions=positions.view(programs, G, sum(J), V).to(torch.int32),
+        pulls=pulls.view(programs, G, sum(J), V),
+        flat=(J[0], at_once[0]),
+        tall=(J[1], at_once[1]),
+        warps=_power_of_2(elements // 512) if alone else min(max(elements // 1024, 4), 16),
+        pieces=max(1, *(-(-k // line) for k, line in zip(longest, at_once, strict=True))),
+        raw=bool((what >= 0).any()),
+        kept=bool((what < 0).any()),
+        coupled=coupled and len(key) > 0,
+        cancels=bool(cancelling[lines.slab].any()),
     )
+
+
+def _largest(values: Tensor) -> int:
+    return int(values.max()) if len(values) else 0
+
+
+def _power_of_2(number: int) -> int:
+    """The least that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def _occurrence(values: Tensor) -> Tensor:

@@ -4,14 +4,18 @@
 
 A training step of one layer reads and writes, besides what its convolution does anyway:
 
-- forward: the inputs once, or the part of them that supplies the statistics (`_sum_rows`, `_finish_sums`); the
-  weights, from which w'' is written in the precision of the convolution (`_transform`); the outputs, to which
-  the offset is added (`_add_rows`). cuDNN adds a bias in a pass of its own as well.
-- backward: the gradient of the outputs once, for the offset; the weights and their gradient (`_output_terms`,
-  `_weight_gradient`, `_mean_terms`); the gradient of the inputs that supplied statistics, in place.
+- forward: the inputs once, or the part of them that supplies the statistics (`_sum_rows`); the weights, from
+  which w'' is written in the precision of the convolution (`_transform`); the outputs, to which the offset is
+  added (`_add_rows`). cuDNN adds a bias in a pass of its own as well.
+- backward: the gradient of the outputs once, for the offset (`_sum_rows`); the weights and their gradient
+  (`_weight_gradient`); the gradient of the inputs that supplied statistics, in place (`_add_rows`).
 
-Sums are taken in float32, in two stages of fixed order: the same numbers on every run. What is kept for the
-backward pass is what a convolution keeps, and a few numbers per channel. Nothing waits for the device.
+Three launches each. A sum is left as partial sums, which whoever needs it adds up again, always in the same
+order: the same numbers on every run. What is kept for the backward pass is what a convolution keeps, and a few
+numbers per channel. Nothing waits for the device.
+
+What the host has to work out for tensors of some shapes is worked out once, as a `Plan`; a small layer takes
+longer to launch than to run.
 
 >>> y = equinorm_layer(x, weight, gain, bias, Settings(Convolution((1, 1), (1, 1), (1, 1)), samples=x.shape[0]))
 """
@@ -19,8 +23,7 @@ backward pass is what a convolution keeps, and a few numbers per channel. Nothin
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,17 +32,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..equilibrium import EPS, TINY, equilibrate
+from ..equilibrium import EPS, TINY, equilibrate, output_size, spatial_ratio, stats_samples
+from .dispatch import Launch
 
 __all__ = [
     "Convolution",
     "Linear",
+    "Plan",
     "Settings",
     "Tracking",
     "add_per_channel_",
-    "channel_sums",
+    "convolution_settings",
     "equinorm_layer",
+    "linear_settings",
+    "partial_sums",
     "plain_layer",
+    "plan_for",
+    "run",
     "transform_weight",
     "transform_weight_backward",
 ]
@@ -49,8 +58,12 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 TILE = 4096
 """Elements that a program has in flight; with 128 threads 32 each, four 16-byte loads of bfloat16."""
 PROGRAMS = 1024
-"""Programs that share a sum: about as many as a large device runs at once."""
-WEIGHT_TILE = 2048
+"""Programs that share a pass: about as many as a large device runs at once."""
+FEW_PROGRAMS = 128
+"""As many as it has multiprocessors: fewer would leave some idle."""
+READS = 2**22
+"""Partial sums that may be read by all programs together, as long as there are more than a few programs."""
+WEIGHT_TILE = 4096
 CHUNKS = 128
 """Output channels of a group are taken together so that no more than this many partial sums are left."""
 
@@ -66,9 +79,10 @@ class Axes(NamedTuple):
     inner: int
 
 
-def axes(x: Tensor) -> Axes | None:
-    """The axes of x (batch, channels, ...), contiguous or channels last; None for any other layout."""
-    batch, channels, inner = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+def axes(x: Tensor, samples: int | None = None) -> Axes | None:
+    """The axes of x (batch, channels, ...), or of its first `samples`; None if neither contiguous nor channels last."""
+    batch = x.shape[0] if samples is None else samples
+    channels, inner = x.shape[1], math.prod(x.shape[2:])
     if x.is_contiguous():
         return Axes(batch, channels, inner)
     if _channels_last(x):
@@ -84,7 +98,15 @@ def _channels_last(x: Tensor) -> bool:
 
 
 @triton.jit
-def _sum_rows(x, partial, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _count_batch(batches):
+    """One more, by one program of a kernel that ends before anyone reads it."""
+    if batches is not None:  # noqa: SIM102 (decided when compiled)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit
+def _sum_rows(x, partial, batches, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """partial[program, column]: the sum of every so-many-th block of rows."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     r = tl.arange(0, BLOCK_R)
@@ -96,10 +118,11 @@ def _sum_rows(x, partial, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.cons
         start = tl.cast(first, tl.int64) * columns
         total += tl.load(x + start + offsets, inside, 0.0).to(tl.float32)
     tl.store(partial + program * columns + c, tl.sum(total, 0), c < columns)
+    _count_batch(batches)
 
 
 @triton.jit
-def _sum_planes(x, partial, outer, channels, inner, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+def _sum_planes(x, partial, batches, outer, channels, inner, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
     """partial[program, channel] of x[outer, channels, inner]."""
     channel, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     o = tl.arange(0, BLOCK_O)
@@ -111,62 +134,59 @@ def _sum_planes(x, partial, outer, channels, inner, BLOCK_O: tl.constexpr, BLOCK
             inside = (first + o < outer)[:, None] & (start + i < inner)[None, :]
             total += tl.load(x + rows[:, None] + start + i[None, :], inside, 0.0).to(tl.float32)
     tl.store(partial + program * channels + channel, tl.sum(tl.sum(total, 1), 0))
+    _count_batch(batches)
 
 
 @triton.jit
-def _finish_sums(
-    partial,
-    out,
-    running,
-    batches,
-    parts,
-    channels,
-    count,
-    rho,
-    momentum,
-    TRACK: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """out = Σ partial / count; with TRACK also the running mean of out / ρ, over all batches if AVERAGE."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+def _finished(partial, columns, inside, channels, parts, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Σ partial[:, columns] of partial[parts, channels]."""
     p = tl.arange(0, BLOCK_P)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for first in range(0, parts, BLOCK_P):
-        inside = (first + p < parts)[:, None] & (c < channels)[None, :]
-        total += tl.load(partial + (first + p)[:, None] * channels + c[None, :], inside, 0.0)
-    value = tl.sum(total, 0) / count
-    tl.store(out + c, value, c < channels)
-    if TRACK:
-        part = momentum
-        if AVERAGE:
-            part = 1.0 / (tl.load(batches) + 1).to(tl.float32)
-        old = tl.load(running + c, c < channels, 0.0).to(tl.float32)
-        step = value / rho - old
-        # as torch.lerp has it, which is exact at both ends
-        new = tl.where(part < 0.5, old + part * step, old + step - (1.0 - part) * step)
-        tl.store(running + c, new, c < channels)
+        there = partial + (first + p)[:, None] * channels + columns[None, :]
+        total += tl.load(there, (first + p < parts)[:, None] & inside[None, :], 0.0).to(tl.float32)
+    return tl.sum(total, 0)
 
 
 @triton.jit
-def _add_rows(x, values, rows, columns, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _add_rows(
+    x,
+    partial,
+    rows,
+    columns,
+    channels,
+    parts,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
     r = tl.arange(0, BLOCK_R)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.program_id(0) * BLOCK_R
-    inside = (first + r < rows)[:, None] & (c < columns)[None, :]
-    there = x + first.to(tl.int64) * columns + r[:, None] * columns + c[None, :]
-    value = tl.load(values + c % channels, c < columns, 0.0).to(tl.float32)
-    tl.store(there, tl.load(there, inside, 0.0).to(tl.float32) + value[None, :], inside)
+    value = _finished(partial, c % channels, c < columns, channels, parts, BLOCK_P, BLOCK_C)
+    for first in range(program * BLOCK_R, rows, programs * BLOCK_R):
+        inside = (first + r < rows)[:, None] & (c < columns)[None, :]
+        there = x + tl.cast(first, tl.int64) * columns + r[:, None] * columns + c[None, :]
+        tl.store(there, tl.load(there, inside, 0.0).to(tl.float32) + value[None, :], inside)
 
 
 @triton.jit
-def _add_planes(x, values, planes, channels, inner, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+def _add_planes(
+    x,
+    partial,
+    planes,
+    channels,
+    inner,
+    parts,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     plane = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = (plane < planes)[:, None] & (i < inner)[None, :]
     there = x + plane.to(tl.int64)[:, None] * inner + i[None, :]
-    value = tl.load(values + plane % channels, plane < planes, 0.0).to(tl.float32)
+    value = _finished(partial, plane % channels, plane < planes, channels, parts, BLOCK_P, BLOCK_O)
     tl.store(there, tl.load(there, inside, 0.0).to(tl.float32) + value[:, None], inside)
 
 
@@ -178,77 +198,76 @@ def _folded(rows: int, channels: int) -> int:
     return fold
 
 
-def channel_sums(x: Tensor, count: int = 1, tracking: Tracking | None = None, rho: float = 1.0) -> Tensor:
-    """Σ x over all axes but the channels, divided by `count`, in float32; `x` is dense (see `axes`).
+def _part_block(parts: int, columns: int) -> int:
+    return min(triton.next_power_of_2(parts), max(1, TILE // columns))
 
-    With `tracking` the running mean moves towards the result divided by ρ, and the batch is counted.
-    """
-    layout = axes(x)
-    assert layout is not None
+
+def _summing(layout: Axes, device: torch.device, readers: int = 1) -> tuple[Launch, int]:
+    """The launch (x, partial, batches or None) and how many rows of `channels` it leaves, for so many to read."""
     outer, channels, inner = layout
     if inner == 1:
         fold = _folded(outer, channels)
         rows, columns = outer // fold, channels * fold
         block_c = min(triton.next_power_of_2(columns), TILE // 16)
         block_r = TILE // block_c
-        column_blocks = triton.cdiv(columns, block_c)
-        parts = max(1, min(triton.cdiv(rows, block_r), PROGRAMS // column_blocks))
-        partial = x.new_empty((parts, columns), dtype=torch.float32)
-        _sum_rows[(parts, column_blocks)](x, partial, rows, columns, BLOCK_R=block_r, BLOCK_C=block_c)
-        parts *= fold  # a row of the result is `fold` rows of channels
-    else:
-        block_i = min(triton.next_power_of_2(inner), TILE)
-        block_o = min(TILE // block_i, triton.next_power_of_2(max(outer, 1)))
-        parts = max(1, min(triton.cdiv(outer, block_o), PROGRAMS // channels))
-        partial = x.new_empty((parts, channels), dtype=torch.float32)
-        _sum_planes[(channels, parts)](x, partial, outer, channels, inner, BLOCK_O=block_o, BLOCK_I=block_i)
-    out = x.new_empty(channels, dtype=torch.float32)
-    _finish_sums[(triton.cdiv(channels, 8),)](
-        partial,
-        out,
-        tracking and tracking.running_mean,
-        tracking and tracking.num_batches,
-        parts,
-        channels,
-        count,
-        rho,
-        0.0 if tracking is None or tracking.momentum is None else tracking.momentum,
-        TRACK=tracking is not None,
-        AVERAGE=tracking is not None and tracking.momentum is None,
-        BLOCK_P=min(triton.next_power_of_2(parts), 512),
-        BLOCK_C=8,
-    )
-    if tracking is not None:
-        tracking.num_batches.add_(1)
-    return out
+        blocks = triton.cdiv(columns, block_c)
+        most = min(PROGRAMS // blocks, max(FEW_PROGRAMS // blocks, READS // (readers * columns)))
+        parts = max(1, min(triton.cdiv(rows, block_r), most))
+        numbers = {"rows": rows, "columns": columns, "BLOCK_R": block_r, "BLOCK_C": block_c}
+        return Launch(_sum_rows, (parts, blocks), device, **numbers), parts * fold
+    block_i = min(triton.next_power_of_2(inner), TILE)
+    block_o = min(TILE // block_i, triton.next_power_of_2(max(outer, 1)))
+    parts = max(1, min(triton.cdiv(outer, block_o), PROGRAMS // channels))
+    numbers = {"outer": outer, "channels": channels, "inner": inner, "BLOCK_O": block_o, "BLOCK_I": block_i}
+    return Launch(_sum_planes, (channels, parts), device, **numbers), parts
+
+
+def _adding(layout: Axes, device: torch.device, parts: int = 1) -> Launch:
+    """The launch (x, partial) that adds the sum over the rows of partial [parts, channels]."""
+    outer, channels, inner = layout
+    if inner == 1:
+        fold = _folded(outer, channels)
+        rows, columns = outer // fold, channels * fold
+        block_c = min(triton.next_power_of_2(columns), TILE // 16)
+        block_r = TILE // block_c
+        programs, blocks = triton.cdiv(rows, block_r), triton.cdiv(columns, block_c)
+        if parts > 1:  # every program adds them up
+            programs = min(programs, max(1, PROGRAMS // 2 // blocks))
+        numbers = {"rows": rows, "columns": columns, "channels": channels, "parts": parts}
+        numbers.update(BLOCK_R=block_r, BLOCK_C=block_c, BLOCK_P=_part_block(parts, block_c))
+        return Launch(_add_rows, (programs, blocks), device, **numbers)
+    block_i = min(triton.next_power_of_2(inner), TILE)
+    block_o = TILE // block_i
+    grid = (triton.cdiv(outer * channels, block_o), triton.cdiv(inner, block_i))
+    numbers = {"planes": outer * channels, "channels": channels, "inner": inner, "parts": parts}
+    numbers.update(BLOCK_O=block_o, BLOCK_I=block_i, BLOCK_P=_part_block(parts, block_o))
+    return Launch(_add_planes, grid, device, **numbers)
+
+
+def partial_sums(x: Tensor, readers: int = 1) -> Tensor:
+    """[parts, channels] in float32, whose sum over the first axis is that of x over all axes but the channels."""
+    layout = axes(x)
+    assert layout is not None
+    launch, parts = _summing(layout, x.device, readers)
+    partial = torch.empty((parts, layout.channels), dtype=torch.float32, device=x.device)
+    launch(x, partial, None)
+    return partial
 
 
 def add_per_channel_(x: Tensor, values: Tensor) -> Tensor:
-    """x += values, one for each channel, in one pass over x; added in float32 and rounded once."""
+    """x += Σ values [parts, channels], in one pass over x; added in float32 and rounded once."""
     layout = axes(x)
     if layout is None:
-        return x.add_(values.view((-1,) + (1,) * (x.dim() - 2)))
-    outer, channels, inner = layout
-    if x.numel() == 0:
-        return x
-    if inner == 1:
-        fold = _folded(outer, channels)
-        rows, columns = outer // fold, channels * fold
-        block_c = min(triton.next_power_of_2(columns), TILE // 16)
-        block_r = TILE // block_c
-        grid = (triton.cdiv(rows, block_r), triton.cdiv(columns, block_c))
-        _add_rows[grid](x, values, rows, columns, channels, BLOCK_R=block_r, BLOCK_C=block_c)
-    else:
-        block_i = min(triton.next_power_of_2(inner), TILE)
-        block_o = TILE // block_i
-        grid = (triton.cdiv(outer * channels, block_o), triton.cdiv(inner, block_i))
-        _add_planes[grid](x, values, outer * channels, channels, inner, BLOCK_O=block_o, BLOCK_I=block_i)
+        return x.add_(values.sum(0).view((-1,) + (1,) * (x.dim() - 2)))
+    if x.numel() > 0:
+        _adding(layout, x.device, values.shape[0])(x, values)
     return x
 
 
 # -- the weights ---------------------------------------------------------------------------------------------
 
-# Rows of what `_transform` leaves for the backward pass, one column per output channel.
+# What `_transform` leaves for the backward pass: the mean of every input channel, and then these rows, one
+# column per output channel.
 _B = tl.constexpr(0)
 _S = tl.constexpr(1)
 _SLOPE = tl.constexpr(2)  # of the denominator of s, along b
@@ -257,7 +276,7 @@ _TOTAL = tl.constexpr(4)  # Σ v
 _LEVEL = tl.constexpr(5)  # 0, or what every v is taken to be; negative: 1, for want of inputs
 _STATS = 6
 
-# Rows of what `_output_terms` leaves for `_weight_gradient` and `_mean_terms`.
+# Rows that `_weight_gradient` writes in its first pass for its second.
 _SCALE = tl.constexpr(0)  # gain · s
 _DENOMINATOR = tl.constexpr(1)  # the loss's derivative along the denominator of s
 _PULL = tl.constexpr(2)  # and along b, over k Σ v
@@ -273,32 +292,63 @@ def _sign(x):
 @triton.jit
 def _transform(
     weight,
-    means,
+    partial,
     gain,
+    running,
+    batches,
     out,
-    stats,
+    state,
     outputs,
     inputs,
     window,
     per_group,
+    channels,
+    parts,
+    count,
     stride_c,
     stride_t,
     rho,
     eps,
     tiny,
     largest,
+    momentum,
     TWO_PASS: tl.constexpr,
     SATURATE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One output channel: b, s, and w'' = gain · s (w + b); see `equilibrium.shift_and_scale`."""
+    """One output channel: v of its group, b, s, and w'' = gain · s (w + b); see `equilibrium.shift_and_scale`.
+
+    Moves the running mean towards v / ρ if there is one, or makes it the mean over all batches (AVERAGE).
+    """
     d = tl.program_id(0)
     weight += d.to(tl.int64) * inputs * window
     out += d.to(tl.int64) * inputs * window
-    means += (d // per_group) * inputs
+    group = d // per_group
+    means = state + group * inputs
+    stats = state + channels + d
     c = tl.arange(0, BLOCK_C)
     t = tl.arange(0, BLOCK_T)
+
+    # every program of a group finds and writes the same means
+    for first in range(0, inputs, BLOCK_S):
+        i = first + tl.arange(0, BLOCK_S)
+        v = _finished(partial, group * inputs + i, i < inputs, channels, parts, BLOCK_P, BLOCK_S) / count
+        tl.store(means + i, v, i < inputs)
+        if running is not None:  # noqa: SIM102 (decided when compiled)
+            if d % per_group == 0:
+                part = momentum
+                if AVERAGE:
+                    part = 1.0 / tl.load(batches).to(tl.float32)
+                there = running + group * inputs + i
+                old = tl.load(there, i < inputs, 0.0).to(tl.float32)
+                step = v / rho - old
+                # as torch.lerp has it, which is exact at both ends
+                tl.store(there, tl.where(part < 0.5, old + part * step, old + step - (1.0 - part) * step), i < inputs)
+    tl.debug_barrier()  # other threads of this program wrote what is read next
 
     sums = tl.zeros([BLOCK_C], tl.float32)
     sizes = tl.zeros([BLOCK_C], tl.float32)
@@ -357,7 +407,6 @@ def _transform(
     if gain is not None:
         scale = s * tl.load(gain + d).to(tl.float32)
 
-    stats += d
     tl.store(stats + _B * outputs, b)
     tl.store(stats + _S * outputs, s)
     tl.store(stats + _SLOPE * outputs, tl.where(contributes, slope, 0.0))
@@ -376,159 +425,125 @@ def _transform(
 
 
 @triton.jit
-def _output_terms(
-    weight,
-    grad,
-    gain,
-    stats,
-    terms,
-    grad_gain,
-    outputs,
-    inputs,
-    window,
-    stride_c,
-    stride_t,
-    grad_stride_c,
-    grad_stride_t,
-    rho,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """One output channel: what its gain, b and s get from the gradient of w''."""
-    d = tl.program_id(0)
-    weight += d.to(tl.int64) * inputs * window
-    grad += d.to(tl.int64) * inputs * window
-    c = tl.arange(0, BLOCK_C)
-    t = tl.arange(0, BLOCK_T)
-    b = tl.load(stats + _B * outputs + d)
-    s = tl.load(stats + _S * outputs + d)
-    slope = tl.load(stats + _SLOPE * outputs + d)
-    total = tl.load(stats + _TOTAL * outputs + d)
-
-    along_scale = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    along_shift = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    for first in range(0, inputs, BLOCK_C):
-        for start in range(0, window, BLOCK_T):
-            inside = (start + t < window)[:, None] & (first + c < inputs)[None, :]
-            there = (start + t)[:, None] * stride_t + (first + c)[None, :] * stride_c
-            w = tl.load(weight + there, inside, 0.0).to(tl.float32)
-            there = (start + t)[:, None] * grad_stride_t + (first + c)[None, :] * grad_stride_c
-            g = tl.load(grad + there, inside, 0.0).to(tl.float32)
-            along_scale += g * (w + b)
-            along_shift += g
-    along_gain = s * tl.sum(tl.sum(along_scale, 1), 0)
-    scale = s
-    heat = along_gain
-    if gain is not None:
-        factor = tl.load(gain + d).to(tl.float32)
-        scale = s * factor
-        heat = along_gain * factor
-        tl.store(grad_gain + d, along_gain)
-    denominator = -heat * s / rho
-    shift = scale * tl.sum(tl.sum(along_shift, 1), 0) + denominator * slope
-    terms += d
-    tl.store(terms + _SCALE * outputs, scale)
-    tl.store(terms + _DENOMINATOR * outputs, denominator)
-    tl.store(terms + _PULL * outputs, shift / (window * total))
-    tl.store(terms + _HEAT * outputs, heat)
-
-
-@triton.jit
 def _weight_gradient(
     weight,
     grad,
-    means,
-    stats,
-    terms,
+    state,
+    gain,
+    sums,
     grad_weight,
+    grad_gain,
+    grad_bias,
+    terms,
     partial,
     outputs,
     inputs,
     window,
     per_group,
     per_chunk,
+    channels,
+    parts,
+    count,
     stride_c,
     stride_t,
     grad_stride_c,
     grad_stride_t,
+    rho,
     TWO_PASS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A chunk of output channels of one group, a block of inputs: dL/dw, and their part of dL/dv."""
-    chunk = tl.program_id(0)
+    """A chunk of output channels of one group: dL/dw, the gradients of gain and offset, and their part of dL/dv.
+
+    `sums` [parts, outputs] is what is left of the sum of the gradient of the outputs. The parts of dL/dv, over the
+    number of elements that v is the mean of, go to `partial` [chunks, channels].
+    """
     chunks = tl.cdiv(per_group, per_chunk)
-    group = chunk // chunks
-    begin = group * per_group + (chunk % chunks) * per_chunk
+    group = tl.program_id(0) // chunks
+    chunk = tl.program_id(0) % chunks
+    begin = group * per_group + chunk * per_chunk
     end = tl.minimum(begin + per_chunk, (group + 1) * per_group)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    means = state + group * inputs
+    stats = state + channels
+    c = tl.arange(0, BLOCK_C)
     t = tl.arange(0, BLOCK_T)
 
-    level = tl.load(stats + _LEVEL * outputs + begin)  # the same for all of a group
-    v = tl.load(means + group * inputs + c, c < inputs, 0.0)
-    v = tl.where(level == 0.0, v, tl.abs(level))
-    sign = _sign(v)[None, :]
-    along_means = tl.zeros([BLOCK_C], tl.float32)
     for d in range(begin, end):
         b = tl.load(stats + _B * outputs + d)
-        kind = tl.load(stats + _KIND * outputs + d)
-        scale = tl.load(terms + _SCALE * outputs + d)
-        denominator = tl.load(terms + _DENOMINATOR * outputs + d)
-        pull = tl.load(terms + _PULL * outputs + d)
+        s = tl.load(stats + _S * outputs + d)
+        slope = tl.load(stats + _SLOPE * outputs + d)
+        total = tl.load(stats + _TOTAL * outputs + d)
         row = tl.cast(d, tl.int64) * inputs * window
-        for start in range(0, window, BLOCK_T):
-            inside = (start + t < window)[:, None] & (c < inputs)[None, :]
-            there = row + (start + t)[:, None] * stride_t + c[None, :] * stride_c
-            w = tl.load(weight + there, inside, 0.0).to(tl.float32)
-            there_too = row + (start + t)[:, None] * grad_stride_t + c[None, :] * grad_stride_c
-            g = tl.load(grad + there_too, inside, 0.0).to(tl.float32)
-            shifted = w + b
-            positive = shifted > 0 if TWO_PASS else w > 0
-            # the denominator is Σ v n (w + b), n = 1 where positive; or Σ v n w, n = the signs of both; or Σ |v|
-            n = tl.where(kind == 0.0, tl.where(positive, 1.0, 0.0), tl.where(kind == 1.0, sign * _sign(w), 0.0))
-            tl.store(grad_weight + there, scale * g + v[None, :] * (denominator * n - pull), inside)
-            each = denominator * n * tl.where(kind == 0.0, shifted, w) - pull * shifted
-            along_means += tl.sum(tl.where(inside, each, 0.0), 0)
-        along_means += tl.where(kind == 2.0, denominator, 0.0) * _sign(v)
-    tl.store(partial + chunk * inputs + c, along_means, c < inputs)
+        along_scale = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        along_shift = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        for first in range(0, inputs, BLOCK_C):
+            for start in range(0, window, BLOCK_T):
+                inside = (start + t < window)[:, None] & (first + c < inputs)[None, :]
+                there = row + (start + t)[:, None] * stride_t + (first + c)[None, :] * stride_c
+                w = tl.load(weight + there, inside, 0.0).to(tl.float32)
+                there = row + (start + t)[:, None] * grad_stride_t + (first + c)[None, :] * grad_stride_c
+                g = tl.load(grad + there, inside, 0.0).to(tl.float32)
+                along_scale += g * (w + b)
+                along_shift += g
+        along_gain = s * tl.sum(tl.sum(along_scale, 1), 0)
+        scale = s
+        heat = along_gain
+        if gain is not None:
+            factor = tl.load(gain + d).to(tl.float32)
+            scale = s * factor
+            heat = along_gain * factor
+            tl.store(grad_gain + d, along_gain)
+        denominator = -heat * s / rho
+        shift = scale * tl.sum(tl.sum(along_shift, 1), 0) + denominator * slope
+        tl.store(terms + _SCALE * outputs + d, scale)
+        tl.store(terms + _DENOMINATOR * outputs + d, denominator)
+        tl.store(terms + _PULL * outputs + d, shift / (window * total))
+        tl.store(terms + _HEAT * outputs + d, heat)
+        if grad_bias is not None:
+            p = tl.arange(0, BLOCK_P)
+            offset = tl.zeros([BLOCK_P], tl.float32)
+            for first in range(0, parts, BLOCK_P):
+                offset += tl.load(sums + (first + p) * outputs + d, first + p < parts, 0.0)
+            tl.store(grad_bias + d, tl.sum(offset, 0))
+    tl.debug_barrier()  # other threads of this program wrote what is read next
 
-
-@triton.jit
-def _mean_terms(
-    partial,
-    means,
-    stats,
-    terms,
-    out,
-    outputs,
-    inputs,
-    per_group,
-    chunks,
-    count,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """dL/dv of one group's block of inputs, over the number of elements that each v is the mean of."""
-    group = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    p = tl.arange(0, BLOCK_P)
-    level = tl.load(stats + _LEVEL * outputs + group * per_group)
-    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for first in range(0, chunks, BLOCK_P):
-        inside = (first + p < chunks)[:, None] & (c < inputs)[None, :]
-        there = (group * chunks + first + p)[:, None] * inputs + c[None, :]
-        total += tl.load(partial + there, inside, 0.0)
-    gradient = tl.sum(total, 0)
-    if level != 0.0:
-        # All v are the mean of |v|. w'' does not depend on it through b, and through s as 1 / level.
-        heat = tl.zeros([BLOCK_P], tl.float32)
-        for first in range(0, per_group, BLOCK_P):
-            d = group * per_group + first + p
-            heat += tl.load(terms + _HEAT * outputs + d, first + p < per_group, 0.0)
-        v = tl.load(means + group * inputs + c, c < inputs, 0.0)
-        each = tl.where(level > 0.0, -tl.sum(heat, 0) / (level * inputs), 0.0)
-        gradient = each * _sign(v)
-    tl.store(out + group * inputs + c, gradient / count, c < inputs)
+    level = tl.load(stats + _LEVEL * outputs + begin)  # the same for all of a group
+    for first in range(0, inputs, BLOCK_C):
+        mean = tl.load(means + first + c, first + c < inputs, 0.0)
+        v = tl.where(level == 0.0, mean, tl.abs(level))
+        sign = _sign(v)[None, :]
+        along_means = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        along_sizes = 0.0
+        heat = 0.0
+        for d in range(begin, end):
+            b = tl.load(stats + _B * outputs + d)
+            kind = tl.load(stats + _KIND * outputs + d)
+            scale = tl.load(terms + _SCALE * outputs + d)
+            denominator = tl.load(terms + _DENOMINATOR * outputs + d)
+            pull = tl.load(terms + _PULL * outputs + d)
+            heat += tl.load(terms + _HEAT * outputs + d)
+            along_sizes += tl.where(kind == 2.0, denominator, 0.0)
+            row = tl.cast(d, tl.int64) * inputs * window
+            for start in range(0, window, BLOCK_T):
+                inside = (start + t < window)[:, None] & (first + c < inputs)[None, :]
+                there = row + (start + t)[:, None] * stride_t + (first + c)[None, :] * stride_c
+                w = tl.load(weight + there, inside, 0.0).to(tl.float32)
+                there_too = row + (start + t)[:, None] * grad_stride_t + (first + c)[None, :] * grad_stride_c
+                g = tl.load(grad + there_too, inside, 0.0).to(tl.float32)
+                shifted = w + b
+                positive = shifted > 0 if TWO_PASS else w > 0
+                # the denominator is Σ v n (w + b), n = 1 where positive; or Σ v n w, n = the signs of both; or Σ |v|
+                n = tl.where(kind == 0.0, tl.where(positive, 1.0, 0.0), tl.where(kind == 1.0, sign * _sign(w), 0.0))
+                tl.store(grad_weight + there, scale * g + v[None, :] * (denominator * n - pull), inside)
+                each = denominator * n * tl.where(kind == 0.0, shifted, w) - pull * shifted
+                along_means += tl.where(inside, each, 0.0)
+        if partial is not None:
+            along = tl.sum(along_means, 0) + along_sizes * _sign(v)
+            # or all v are the mean of |v|: w'' does not depend on it through b, and through s as 1 / level
+            along_level = tl.where(level > 0.0, -heat / (tl.where(level > 0.0, level, 1.0) * inputs), 0.0)
+            along = tl.where(level == 0.0, along, along_level * _sign(mean))
+            tl.store(partial + chunk * channels + group * inputs + first + c, along / count, first + c < inputs)
 
 
 def _weight_strides(weight: Tensor) -> tuple[int, int] | None:
@@ -538,112 +553,122 @@ def _weight_strides(weight: Tensor) -> tuple[int, int] | None:
     return (1, weight.shape[1]) if _channels_last(weight) else None
 
 
-def _weight_blocks(inputs: int, window: int) -> dict[str, int]:
-    block_c = min(triton.next_power_of_2(inputs), WEIGHT_TILE // 4)
-    return {"BLOCK_C": block_c, "BLOCK_T": min(triton.next_power_of_2(window), WEIGHT_TILE // block_c)}
+def _weight_blocks(inputs: int, window: int, tile: int) -> dict[str, int]:
+    block_c = min(triton.next_power_of_2(inputs), tile // 4)
+    return {"BLOCK_T": min(triton.next_power_of_2(window), tile // block_c), "BLOCK_C": block_c}
 
 
-def transform_weight(weight: Tensor, means: Tensor, gain: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(gain · s (w + b) in `settings.dtype`, what `transform_weight_backward` has to know)."""
+def _transforming(
+    weight: Tensor, device: torch.device, settings: Settings, parts: int, count: int, momentum: float | None = 0.0
+) -> Launch:
+    """The launch (weight, partial, gain, running, batches, out, state)."""
     outputs, inputs, window = weight.shape[0], weight.shape[1], math.prod(weight.shape[2:])
     strides = _weight_strides(weight)
     assert strides is not None
-    out = torch.empty_like(weight, dtype=settings.dtype or weight.dtype)
-    stats = torch.empty((_STATS, outputs), dtype=torch.float32, device=weight.device)
-    _transform[(outputs,)](
-        weight,
-        means,
-        gain,
-        out,
-        stats,
-        outputs,
-        inputs,
-        window,
-        outputs // settings.groups,
-        *strides,
-        settings.rho,
-        settings.eps,
-        TINY,
-        torch.finfo(out.dtype).max,
+    dtype = settings.dtype or weight.dtype
+    block_s = min(triton.next_power_of_2(inputs), TILE // 16)
+    return Launch(
+        _transform,
+        (outputs,),
+        device,
+        outputs=outputs,
+        inputs=inputs,
+        window=window,
+        per_group=outputs // settings.groups,
+        channels=inputs * settings.groups,
+        parts=parts,
+        count=count,
+        stride_c=strides[0],
+        stride_t=strides[1],
+        rho=settings.rho,
+        eps=float(settings.eps),
+        tiny=TINY,
+        largest=torch.finfo(dtype).max,
+        momentum=float(momentum or 0.0),
         TWO_PASS=settings.two_pass,
-        SATURATE=out.dtype == torch.float16,
-        **_weight_blocks(inputs, window),
+        SATURATE=dtype == torch.float16,
+        AVERAGE=momentum is None,
+        BLOCK_P=_part_block(parts, block_s),
+        BLOCK_S=block_s,
+        **_weight_blocks(inputs, window, WEIGHT_TILE // 2),
     )
-    return out, stats
 
 
-def transform_weight_backward(
-    grad: Tensor,
-    weight: Tensor,
-    means: Tensor,
-    gain: Tensor | None,
-    stats: Tensor,
-    settings: Settings,
-    count: int | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of weight, gain and, if there is a count, means / count, from that of the weight in equilibrium."""
+def _chunks(outputs: int, groups: int) -> tuple[int, int]:
+    """How many chunks the output channels of a group make, and how many channels each has."""
+    per_group = outputs // groups
+    per_chunk = triton.cdiv(per_group, CHUNKS)
+    return triton.cdiv(per_group, per_chunk), per_chunk
+
+
+def _differentiating(
+    weight: Tensor, grad: Tensor, device: torch.device, settings: Settings, parts: int, count: int
+) -> Launch:
+    """The launch of `_weight_gradient`, with so many parts of `sums`."""
     outputs, inputs, window = weight.shape[0], weight.shape[1], math.prod(weight.shape[2:])
     strides, grad_strides = _weight_strides(weight), _weight_strides(grad)
     assert strides is not None
-    if grad_strides is None:
-        grad = grad.contiguous()
-        grad_strides = (window, 1)
-    blocks = _weight_blocks(inputs, window)
-    terms = torch.empty((_TERMS, outputs), dtype=torch.float32, device=weight.device)
-    grad_gain = None if gain is None else torch.empty_like(gain)
-    sizes = (outputs, inputs, window)
-    _output_terms[(outputs,)](
-        weight, grad, gain, stats, terms, grad_gain, *sizes, *strides, *grad_strides, settings.rho, **blocks
+    assert grad_strides is not None
+    chunks, per_chunk = _chunks(outputs, settings.groups)
+    return Launch(
+        _weight_gradient,
+        (settings.groups * chunks,),
+        device,
+        num_warps=8,
+        outputs=outputs,
+        inputs=inputs,
+        window=window,
+        per_group=outputs // settings.groups,
+        per_chunk=per_chunk,
+        channels=inputs * settings.groups,
+        parts=parts,
+        count=count,
+        stride_c=strides[0],
+        stride_t=strides[1],
+        grad_stride_c=grad_strides[0],
+        grad_stride_t=grad_strides[1],
+        rho=settings.rho,
+        TWO_PASS=settings.two_pass,
+        BLOCK_P=_part_block(parts, 4),
+        **_weight_blocks(inputs, window, WEIGHT_TILE),
     )
 
-    per_group = outputs // settings.groups
-    per_chunk = triton.cdiv(per_group, CHUNKS)
-    chunks = triton.cdiv(per_group, per_chunk)
-    grad_weight = torch.empty_like(weight)
-    partial = torch.empty((settings.groups * chunks, inputs), dtype=torch.float32, device=weight.device)
-    blocks["BLOCK_C"] = min(blocks["BLOCK_C"], WEIGHT_TILE // 16)
-    blocks["BLOCK_T"] = min(triton.next_power_of_2(window), WEIGHT_TILE // blocks["BLOCK_C"])
-    _weight_gradient[(settings.groups * chunks, triton.cdiv(inputs, blocks["BLOCK_C"]))](
-        weight,
-        grad,
-        means,
-        stats,
-        terms,
-        grad_weight,
-        partial,
-        *sizes,
-        per_group,
-        per_chunk,
-        *strides,
-        *grad_strides,
-        TWO_PASS=settings.two_pass,
-        **blocks,
-    )
-    if count is None:
-        return grad_weight, grad_gain, None
-    grad_means = torch.empty_like(means)
-    _mean_terms[(settings.groups, triton.cdiv(inputs, 16))](
-        partial,
-        means,
-        stats,
-        terms,
-        grad_means,
-        outputs,
-        inputs,
-        per_group,
-        chunks,
-        count,
-        BLOCK_P=triton.next_power_of_2(min(chunks, CHUNKS)),
-        BLOCK_C=min(triton.next_power_of_2(inputs), 16),
-    )
-    return grad_weight, grad_gain, grad_means
+
+def transform_weight(
+    weight: Tensor, partial: Tensor, gain: Tensor | None, settings: Settings, count: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(gain · s (w + b) in `settings.dtype`, what `transform_weight_backward` has to know), v = Σ partial / count."""
+    out = torch.empty_like(weight, dtype=settings.dtype or weight.dtype)
+    state = torch.empty(_state_size(weight, settings.groups), dtype=torch.float32, device=weight.device)
+    launch = _transforming(weight, weight.device, settings, partial.shape[0], count)
+    launch(weight, partial, gain, None, None, out, state)
+    return out, state
+
+
+def _state_size(weight: Tensor, groups: int) -> int:
+    return weight.shape[1] * groups + _STATS * weight.shape[0]
+
+
+def transform_weight_backward(
+    grad: Tensor, weight: Tensor, gain: Tensor | None, state: Tensor, settings: Settings, count: int = 1
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of weight, gain, and v / count as partial sums, from that of the weight in equilibrium."""
+    if _weight_strides(grad) is None:
+        grad = grad.contiguous()
+    (outputs, inputs), device = weight.shape[:2], weight.device
+    grad_weight, grad_gain = torch.empty_like(weight), None if gain is None else torch.empty_like(gain)
+    terms = torch.empty((_TERMS, outputs), dtype=torch.float32, device=device)
+    chunks = _chunks(outputs, settings.groups)[0]
+    partial = torch.empty((chunks, inputs * settings.groups), dtype=torch.float32, device=device)
+    launch = _differentiating(weight, grad, device, settings, 1, count)
+    launch(weight, grad, state, gain, None, grad_weight, grad_gain, None, terms, partial)
+    return grad_weight, grad_gain, partial
 
 
 # -- the layer -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Convolution:
+class Convolution(NamedTuple):
     """A convolution of any dimension over (batch, channels, ...), without its weights."""
 
     stride: tuple[int, ...]
@@ -652,33 +677,26 @@ class Convolution:
     groups: int = 1
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.convolution(x, weight, None, *self._arguments())
-
-    def biased(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Outside autograd: the result belongs to nobody yet, and is written to."""
-        y = self(x, weight)
-        return y if bias is None else add_per_channel_(y, bias)
+        zeros = (0,) * len(self.stride)
+        return torch.convolution(x, weight, None, self.stride, self.padding, self.dilation, False, zeros, self.groups)
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
         """Gradients of x and weight, those that are wanted."""
-        return torch.ops.aten.convolution_backward(grad, x, weight, None, *self._arguments(), [*wanted, False])[:2]
+        zeros = (0,) * len(self.stride)
+        rest = (self.stride, self.padding, self.dilation, False, zeros, self.groups, (*wanted, False))
+        return _convolution_backward(grad, x, weight, None, *rest)[:2]
 
-    def _arguments(self) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
+
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """x wᵀ for x of shape (samples, features)."""
 
     groups: int = 1
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
-
-    def biased(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Outside autograd; the matrix product adds the bias on its way."""
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
         """Gradients of x and weight, those that are wanted."""
@@ -693,8 +711,7 @@ class Tracking(NamedTuple):
     momentum: float | None
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What `equinorm_layer` has to know besides tensors; as in `equilibrium.shift_and_scale`."""
 
     operation: Convolution | Linear
@@ -711,6 +728,166 @@ class Settings:
         return self.operation.groups
 
 
+@lru_cache(maxsize=4096)
+def convolution_settings(
+    shape: tuple[int, ...],
+    channels: int,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: str | tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    padding_mode: str,
+    fraction: float,
+    two_pass: bool,
+    eps: float,
+    dtype: torch.dtype,
+) -> Settings | None:
+    """Of a convolution layer with these attributes on inputs of this shape; None where the kernels do not apply."""
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
+    if padding == "valid":
+        padding = (0,) * len(reach)
+    elif padding == "same" and not any(r % 2 for r in reach):
+        padding = tuple(r // 2 for r in reach)
+    if isinstance(padding, str) or padding_mode != "zeros" or dtype not in DTYPES:
+        return None
+    if len(shape) != len(reach) + 2 or 0 in shape or shape[1] != channels:
+        return None
+    size_out = output_size(shape[2:], kernel_size, stride, padding, dilation)
+    if min(size_out) < 1:
+        return None  # torch's own error, before the statistics have moved
+    operation = Convolution(stride, padding, dilation, groups)
+    rho = spatial_ratio(shape[2:], size_out, stride)
+    return Settings(operation, stats_samples(fraction, shape[0]), rho, two_pass, eps, dtype)
+
+
+@lru_cache(maxsize=4096)
+def linear_settings(
+    shape: tuple[int, ...], features: int, fraction: float, two_pass: bool, eps: float, dtype: torch.dtype
+) -> Settings | None:
+    """Of a linear layer on inputs of this shape, as matrices of rows; None where the kernels do not apply."""
+    if len(shape) < 2 or 0 in shape or shape[-1] != features or dtype not in DTYPES:
+        return None
+    samples = stats_samples(fraction, shape[0]) * math.prod(shape[1:-1])
+    return Settings(Linear(), samples, 1.0, two_pass, eps, dtype)
+
+
+class Plan:
+    """The launches of a layer for tensors of certain shapes, strides and dtypes; layers that are alike share it.
+
+    Launches of the backward pass are added as they are needed: strides of gradients are known only then.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, device: torch.device, settings: Settings, momentum: Any) -> None:
+        """`x` and `weight` stand for others like them, and need not have data."""
+        self.settings, self.device = settings, device
+        self.dtype = settings.dtype or weight.dtype
+        self.weight = weight
+        self.count = settings.samples * math.prod(x.shape[2:])
+        layout = axes(x, settings.samples)
+        assert layout is not None
+        self.sum, parts = _summing(layout, device, readers=weight.shape[0])
+        self.partial_size = parts * layout.channels
+        self.state_size = _state_size(weight, settings.groups)
+        self.transform = _transforming(weight, device, settings, parts, self.count, momentum)
+        self.memory_format = _FORMATS[x.dim()] if _channels_last(x) else torch.contiguous_format
+        self.chunks = _chunks(weight.shape[0], settings.groups)[0]
+        self.terms_size, self.chunks_size = _TERMS * weight.shape[0], self.chunks * layout.channels
+        self._launches: dict[Any, Any] = {}
+
+    def add(self, y: Tensor, values: Tensor, parts: int, samples: int) -> None:
+        """Add the sum over the rows of values [parts, channels] to the first samples of y."""
+        key = (y.shape, y.stride(), values.dtype, parts, samples)
+        if key not in self._launches:
+            layout = axes(y, samples)
+            self._launches[key] = None if layout is None else _adding(layout, self.device, parts)
+        launch = self._launches[key]
+        if launch is not None:
+            launch(y, values)
+        else:
+            y[:samples].add_(values.view(parts, -1).sum(0).view((-1,) + (1,) * (y.dim() - 2)))
+
+    def sums(self, grad: Tensor) -> tuple[Tensor, int]:
+        """Partial sums of the gradient of the outputs, [parts, outputs], and how many parts."""
+        key = (grad.shape, grad.stride())
+        found = self._launches.get(key)
+        if found is None:
+            layout = axes(grad)
+            assert layout is not None
+            self._launches[key] = found = _summing(layout, self.device)
+        launch, parts = found
+        sums = torch.empty(parts * grad.shape[1], dtype=torch.float32, device=self.device)
+        launch(grad, sums, None)
+        return sums, parts
+
+    def differentiate(self, grad: Tensor, parts: int, *others: bool) -> Launch:
+        """The launch of `_weight_gradient` for a gradient like this one; `others` say which tensors are given."""
+        key = (grad.stride(), grad.dtype, parts, others)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = _differentiating(self.weight, grad, self.device, self.settings, parts, self.count)
+            self._launches[key] = launch
+        return launch
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    settings: Settings,
+    momentum: float | None,
+    device: torch.device,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    weight_stride: tuple[int, ...],
+    *dtypes: torch.dtype | None,
+) -> Plan | None:
+    x = torch.empty_strided(shape, stride, device="meta")
+    weight = torch.empty_strided(weight_shape, weight_stride, dtype=dtypes[0], device="meta")
+    if set(dtypes) - DTYPES - {None} or axes(x) is None or _weight_strides(weight) is None:
+        return None
+    return Plan(x, weight, device, settings, momentum)
+
+
+def plan_for(
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    settings: Settings,
+    tracking: Tracking | None = None,
+) -> Plan | None:
+    """The plan of a layer for tensors like these, found or made; None if the kernels do not take them."""
+    return _plan(
+        settings,
+        None if tracking is None else tracking.momentum,
+        x.device,
+        x.shape,
+        x.stride(),
+        weight.shape,
+        weight.stride(),
+        weight.dtype,
+        x.dtype,
+        None if gain is None else gain.dtype,
+        None if bias is None else bias.dtype,
+        None if tracking is None else tracking.running_mean.dtype,
+    )
+
+
+def run(
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    tracking: Tracking | None = None,
+) -> Tensor:
+    """The layer on the tensors that `plan` was made for, x in the precision of the operation."""
+    if x.is_cuda and torch._C._cuda_getDevice() != x.device.index:
+        with torch.cuda.device(x.device):
+            return _Layer.apply(x, weight, gain, bias, plan, tracking)
+    return _Layer.apply(x, weight, gain, bias, plan, tracking)
+
+
 def equinorm_layer(
     x: Tensor,
     weight: Tensor,
@@ -724,23 +901,21 @@ def equinorm_layer(
     `x` is (batch, channels, ...), dense, in the precision of the operation. Differentiable twice, the second
     time at the speed of the plain twin.
     """
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        return _Layer.apply(x, weight, gain, bias, settings, tracking)
+    plan = plan_for(x, weight, gain, bias, settings, tracking)
+    if plan is None:
+        raise ValueError("the kernels take dense tensors in float32, bfloat16 or float16; use plain_layer")
+    return run(plan, x, weight, gain, bias, tracking)
 
 
 def plain_layer(x: Tensor, weight: Tensor, gain: Tensor | None, settings: Settings) -> Tensor:
     """What `equinorm_layer` computes, without the offset, in operations that autograd knows."""
     sums = x[: settings.samples].sum([axis for axis in range(x.dim()) if axis != 1], dtype=torch.float32)
-    means = sums / _count(x, settings)
+    means = sums / (settings.samples * math.prod(x.shape[2:]))
     options = {"groups": settings.groups, "two_pass": settings.two_pass, "eps": settings.eps}
     w = equilibrate(weight, means, settings.rho, gain=gain, **options)
     if x.dtype == torch.float16:
         w = w.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
     return settings.operation(x, w.to(x.dtype))
-
-
-def _count(x: Tensor, settings: Settings) -> int:
-    return settings.samples * math.prod(x.shape[2:])
 
 
 class _Layer(torch.autograd.Function):
@@ -751,38 +926,58 @@ class _Layer(torch.autograd.Function):
         weight: Tensor,
         gain: Tensor | None,
         bias: Tensor | None,
-        settings: Settings,
+        plan: Plan,
         tracking: Tracking | None,
     ) -> Tensor:
-        means = channel_sums(x[: settings.samples], _count(x, settings), tracking, settings.rho)
-        w, stats = transform_weight(weight, means, gain, settings)
-        ctx.save_for_backward(x, weight, gain, w, means, stats)
-        ctx.settings = settings
+        running, batches = (None, None) if tracking is None else tracking[:2]
+        partial = torch.empty(plan.partial_size, dtype=torch.float32, device=plan.device)
+        state = torch.empty(plan.state_size, dtype=torch.float32, device=plan.device)
+        w = torch.empty_like(weight, dtype=plan.dtype)
+        plan.sum(x, partial, batches)
+        plan.transform(weight, partial, gain, running, batches, w, state)
+        ctx.save_for_backward(x, weight, gain, w, state)
+        ctx.plan = plan
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return settings.operation.biased(x, w, bias)
+        operation = plan.settings.operation
+        if bias is not None and type(operation) is Linear:  # a matrix product adds it on its way
+            return F.linear(x, w, bias.to(plan.dtype))
+        y = operation(x, w)
+        if bias is not None:  # y belongs to nobody yet
+            plan.add(y, bias, 1, y.shape[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gain, w, means, stats = ctx.saved_tensors
-        settings, (grad,) = ctx.settings, grads
+        x, weight, gain, w, state = ctx.saved_tensors
+        plan, (grad,) = ctx.plan, grads
         for_x, for_weight, for_gain, for_bias = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():  # somebody will differentiate this once more
-            return (*_plain_backward(grad, x, weight, gain, settings, ctx), None, None)
+            return (*_plain_backward(grad, x, weight, gain, plan.settings, ctx), None, None)
+        if not (for_x or for_weight or for_gain):
+            return None, None, None, _sum_all(grad, ctx.bias_dtype), None, None
 
-        if axes(grad) is None:
-            grad = grad.contiguous(memory_format=_FORMATS[x.dim()] if _channels_last(x) else torch.contiguous_format)
-        grad_x = grad_weight = grad_gain = grad_bias = None
-        if for_x or for_weight or for_gain:
-            grad_x, grad_w = settings.operation.backward(grad, x, w, (for_x, True))
-            count = _count(x, settings) if for_x else None
-            grad_weight, grad_gain, grad_means = transform_weight_backward(
-                grad_w, weight, means, gain, stats, settings, count
-            )
-            if grad_means is not None:
-                add_per_channel_(grad_x[: settings.samples], grad_means)
+        if not (grad.is_contiguous() or _channels_last(grad)):
+            grad = grad.contiguous(memory_format=plan.memory_format)
+        sums, parts, grad_bias = None, 1, None
         if for_bias:
-            grad_bias = channel_sums(grad).to(ctx.bias_dtype)
+            sums, parts = plan.sums(grad)
+            grad_bias = torch.empty(weight.shape[0], dtype=ctx.bias_dtype, device=plan.device)
+        grad_x, grad_w = plan.settings.operation.backward(grad, x, w, (for_x, True))
+        if not (grad_w.is_contiguous() or _channels_last(grad_w)):
+            grad_w = grad_w.contiguous()
+        grad_weight = torch.empty_like(weight)
+        grad_gain = None if gain is None else torch.empty_like(gain)
+        terms = torch.empty(plan.terms_size, dtype=torch.float32, device=plan.device)
+        partial = torch.empty(plan.chunks_size, dtype=torch.float32, device=plan.device) if for_x else None
+        launch = plan.differentiate(grad_w, parts, for_bias, for_x)
+        launch(weight, grad_w, state, gain, sums, grad_weight, grad_gain, grad_bias, terms, partial)
+        if partial is not None:
+            plan.add(grad_x, partial, plan.chunks, plan.settings.samples)
         return grad_x, grad_weight if for_weight else None, grad_gain if for_gain else None, grad_bias, None, None
+
+
+def _sum_all(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.sum([axis for axis in range(grad.dim()) if axis != 1], dtype=torch.float32).to(dtype)
 
 
 def _plain_backward(
@@ -794,5 +989,4 @@ def _plain_backward(
     output = plain_layer(x, weight, gain, settings)
     found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True) if wanted else ())
     gradients: list[Tensor | None] = [next(found) if need else None for need in needed[:3]]
-    over = [axis for axis in range(grad.dim()) if axis != 1]
-    return [*gradients, grad.sum(over, dtype=torch.float32).to(ctx.bias_dtype) if needed[3] else None]
+    return [*gradients, _sum_all(grad, ctx.bias_dtype) if needed[3] else None]
