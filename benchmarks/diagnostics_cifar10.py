@@ -9,7 +9,7 @@ written whole when it ends, and a run that is in the file is skipped. `--toy` ru
 random images, to see that it runs.
 
 vgg: VGG-13 without dropout and with one classifier layer, plain SGD, the constant learning rate 0.1 of Santurkar et al.
-(2018), batch 128, no weight decay, 8 epochs; the same for every method. Every 100 steps loss and gradient are measured,
+(2018), batch 128, no weight decay, 8 epochs; the same for every method, and half of it for ENorm, which diverges there. Every 100 steps loss and gradient are measured,
 in float32, at θ - η∇L(θ) for η from ½ to 4 times the learning rate, on the batch that is trained on next.
 resnet110: ruff2020's set-up, 20 epochs of its first phase: BatchNorm with weight decay 5e-4 at lr 0.1 (one epoch of
 warm-up), mean shift rejection with LUMA 5e-4 at lr 0.4. The length of every filter is measured after every epoch.
@@ -117,6 +117,8 @@ def vgg_runs(small: bool) -> Iterator[Run]:
     yield Run("none", lambda: vgg(plain_conv, narrow), **common)
     yield Run("BatchNorm", lambda: vgg(batchnorm_conv, narrow), **common)
     yield Run("ENorm", lambda: vgg(plain_conv, narrow), attach=enorm(c=1.0), **common)
+    slower = {**common, "schedule": constant(RATE / 2, momentum=0.0)}
+    yield Run("ENorm, lr 0.05", lambda: vgg(plain_conv, narrow), attach=enorm(c=1.0), **slower)
     yield Run("EquiNorm", lambda: vgg(equinorm_conv(1.0), narrow), normalize=False, **common)
     yield Run(
         "MSR", lambda: msr_vgg(narrow), attach=mean_shift_rejection(), groups=lambda m: parameter_groups(m), **common
@@ -364,7 +366,7 @@ def draw_vgg(rows: list[dict[str, Any]]) -> dict[str, Any]:
     runs = {}
     for summary in summaries:
         own = [row for row in rows if row["run"] == summary["run"] and row["seed"] == summary["seed"]]
-        name = f"{summary['run']}, {summary['test_accuracy']:.1f} %"
+        name = f"{summary['run']}, " + ("diverged" if summary["diverged"] else f"{summary['test_accuracy']:.1f} %")
         runs[name] = [(row["step"], row["landscape"]) for row in own if "landscape" in row]
     caption = (
         f"VGG-13 on CIFAR-10, plain SGD, lr {RATE}, batch {BATCH}, {summaries[0]['epochs']} epochs, one run each; test "

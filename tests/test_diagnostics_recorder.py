@@ -266,6 +266,7 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_host_synchronisation_between_recordings() -> None:
     model = network().cuda()
     x, y = (t.cuda() for t in batch())

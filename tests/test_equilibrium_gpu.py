@@ -254,6 +254,7 @@ def test_training_equals_that_of_the_plain_twin(training: Any) -> None:
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @each_training
 def test_nothing_waits_for_the_device(training: Any) -> None:
     model, optimizer = training()
