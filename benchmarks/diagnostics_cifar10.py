@@ -9,8 +9,9 @@ written whole when it ends, and a run that is in the file is skipped. `--toy` ru
 random images, to see that it runs.
 
 vgg: VGG-13 without dropout and with one classifier layer, plain SGD, the constant learning rate 0.1 of Santurkar et al.
-(2018), batch 128, no weight decay, 8 epochs; the same for every method, and half of it for ENorm, which diverges there. Every 100 steps loss and gradient are measured,
-in float32, at θ - η∇L(θ) for η from ½ to 4 times the learning rate, on the batch that is trained on next.
+(2018), batch 128, no weight decay, 8 epochs; the same for every method, and half of it too for ENorm, which diverges at
+0.1. Every 100 steps loss and gradient are measured, in float32, at θ - η∇L(θ) for η from ½ to 4 times the learning
+rate, on the batch that is trained on next.
 resnet110: ruff2020's set-up, 20 epochs of its first phase: BatchNorm with weight decay 5e-4 at lr 0.1 (one epoch of
 warm-up), mean shift rejection with LUMA 5e-4 at lr 0.4. The length of every filter is measured after every epoch.
 """
