@@ -312,22 +312,18 @@ def table(rows: list[Row]) -> Table:
     """Milliseconds per training step, and what each normalization adds to it."""
     n = next((row.step.n for row in rows if not row.failed), 0)
     title = f"{rows[0].network}, {rows[0].mode}: ms per training step, median (middle half) of {n}, taking turns"
+    memory = any(row.peak is not None for row in rows)
     shown = Table(title=title, title_justify="left")
     shown.add_column("variant", no_wrap=True)
-    for head in ("step", "adds", "of what BN adds", "peak GiB", "adds GiB"):
+    for head in ("step", "adds", "of BN's", *(("peak GiB", "adds GiB") if memory else ())):
         shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         if row.failed:
-            shown.add_row(row.variant, "failed", row.failed[:60], "", "", "")
+            shown.add_row(row.variant, "failed", "", "")
             continue
-        shown.add_row(
-            row.variant,
-            str(row.step),
-            f"{row.adds:+.3f}",
-            "" if row.of_bn is None else f"{row.of_bn:.2f}",
-            "" if row.peak is None else f"{row.peak:.2f}",
-            "" if row.adds_memory is None else f"{row.adds_memory:+.2f}",
-        )
+        cells = [str(row.step), f"{row.adds:+.2f}", "" if row.of_bn is None else f"{row.of_bn:.2f}"]
+        cells += [f"{row.peak:.2f}", f"{row.adds_memory or 0.0:+.2f}"] if row.peak is not None else []
+        shown.add_row(row.variant, *cells)
     return shown
 
 
@@ -342,6 +338,6 @@ def sentences(rows: list[Row]) -> list[str]:
         parts.append(f"{row.cycle.median / row.floor.median:.1f} times the floor of {row.floor} ms")
         parts.append(f"{100 * row.cycle.median / row.step.median:.2f} % of the step")
         if added_by_bn is not None:
-            parts.append(f"1/{added_by_bn / row.cycle.median:.0f} of what BN adds")
+            parts.append(f"{row.cycle.median / added_by_bn:.3f} of what BN adds")
         said.append(", ".join(parts))
-    return said
+    return said + [f"{row.network}, {row.mode}, {row.variant} failed: {row.failed}" for row in rows if row.failed]
