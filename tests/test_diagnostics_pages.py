@@ -288,7 +288,7 @@ def test_the_figures_of_the_benchmark(tmp_path: Path) -> None:
     command = [sys.executable, str(script), "--toy", "--out", str(tmp_path)]
     subprocess.run([*command, "--runs", "vgg", "resnet110"], check=True)
     again = subprocess.run([*command, "--runs", "vgg", "--draw"], check=True, capture_output=True, text=True)
-    assert again.stdout.count("done before") == 5
+    assert again.stdout.count("done before") == 6
     assert {path.name for path in tmp_path.iterdir()} == {
         "vgg.jsonl", "resnet110.jsonl", "vgg_landscape.svg", "vgg_landscape.png", "resnet110_filters.svg",
         "resnet110_filters.png",

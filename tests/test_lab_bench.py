@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from equinorm.cli import main
 from equinorm.lab import UserError
-from equinorm.lab.bench import steps
+from equinorm.lab.bench import balance, steps
 from equinorm.lab.bench.llama import Llama
 from equinorm.lab.bench.output import Timing
 from equinorm.lab.bench.run import run
@@ -61,6 +62,38 @@ def test_a_part_writes_a_table_and_every_number(part: str, tmp_path: Path, capsy
     assert content["rows"]
     assert content["hardware"]
     assert "median" in capsys.readouterr().out
+
+
+def test_a_network_that_cannot_be_built_is_left_out_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> tuple[nn.Module, torch.Tensor]:
+        raise UserError("torchvision is not installed")
+
+    small = lambda: (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))  # noqa: E731
+    monkeypatch.setattr(balance, "NETWORKS", {"resnet": missing, "small": small})
+    run(("balance",), tmp_path, repeats=2)
+    assert "resnet is left out: torchvision is not installed" in capsys.readouterr().out
+    assert [row["network"] for row in json.loads((tmp_path / "bench_balance.json").read_text())["rows"]] == ["small"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "bench",
+        "steps",
+        "--only",
+        "llama",
+        "--quick",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(command) == 0
+    assert "RMSNorm + ENorm" in capsys.readouterr().out
+    assert (tmp_path / "bench_steps_cpu.txt").read_text().startswith("command: ")
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:

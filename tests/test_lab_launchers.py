@@ -53,7 +53,7 @@ def test_without_slurm_the_error_says_what_to_do(tmp_path: Path, monkeypatch: py
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="--launcher local"):
-        launch(RUNS, Store(tmp_path), "slurm", Options(cluster="slurm"))
+        launch(RUNS, Store(tmp_path), "slurm")
 
 
 @pytest.mark.parametrize(("launcher", "package"), [("ray", "ray"), ("slurm", "submitit")])

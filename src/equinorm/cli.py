@@ -269,6 +269,8 @@ class Train:
         record = store.get(run)
         if record is None:
             raise KeyboardInterrupt if outcome.interrupted else _user_error("another process is training this run")
+        if int(os.environ.get("RANK", "0")):  # one of several processes says it
+            return
         final = record.final
         numbers = f"test {final['test_accuracy']:.2f} %" if record.status == "finished" else final["reason"]
         where = "from the store" if outcome.known else f"{final['seconds']:.1f} s"

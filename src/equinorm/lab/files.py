@@ -24,14 +24,14 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(_mode(path))  # a temporary file is readable by its owner only
-        _to_disk(temporary)
+        to_disk(temporary)
         os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
             temporary.unlink()
         raise
     with suppress(OSError):  # some file systems cannot sync a folder; the file itself is safe by now
-        _to_disk(path.parent)
+        to_disk(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -48,7 +48,8 @@ def _mode(path: Path) -> int:
     return 0o666 & ~umask
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Have a file, or the names in a folder, written to the disk itself."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

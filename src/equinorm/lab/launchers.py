@@ -173,7 +173,9 @@ def _slurm(runs: list[Run], store: Store, options: Options, on_record: Callable[
     logs = store.folder.resolve() / "unfinished" / "jobs"
     logs.mkdir(parents=True, exist_ok=True)
     try:
-        executor = submitit.AutoExecutor(folder=logs, cluster=options.cluster)
+        executor = submitit.AutoExecutor(
+            folder=logs, cluster=options.cluster or "slurm"
+        )  # else it would settle for less
     except RuntimeError as error:
         raise UserError(f"Slurm is not here ({error}): run this where sbatch is, or use --launcher local") from error
     gpus = options.device != "cpu"

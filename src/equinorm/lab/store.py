@@ -37,6 +37,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from . import UserError
+from .files import to_disk
 from .runs import Run
 
 __all__ = ["PATIENCE", "Claim", "Computed", "DamagedError", "Merged", "Record", "Scan", "Store"]
@@ -231,7 +232,7 @@ class Store:
                 with suppress(FileNotFoundError):
                     temporary.unlink()
         with suppress(OSError):  # some file systems cannot sync a folder; the file itself is safe by now
-            _sync_folder(path.parent)
+            to_disk(path.parent)
         return done
 
     # -- who works on what ---------------------------------------------------------------------------------------------
@@ -439,14 +440,6 @@ def _link(temporary: Path, path: Path) -> bool:
             return False
         return _replace(temporary, path)
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _holder(lock: Path) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
+from ..diagnostics import filter_norms, layer_energy
 from ..meanshift import parameter_groups, scaled_kernels
 from . import models
-from .data import DataSet, augment, draw_lambda
+from .data import DataSet, augment, draw_lambda, mixed_loss
 from .data.folder import SIZE, ImageFolder, stream
 from .runs import Run
 
@@ -381,8 +382,7 @@ class Training:
             lam = self.lams.index_select(0, self.cursor)
             other = torch.rand(len(y), device=self.device).argsort()
             logits = self._network(x, mix=(layer, lam, other)).float()
-            each = torch.stack([F.cross_entropy(logits, y), F.cross_entropy(logits, y[other])])
-            loss = each[0] * lam + each[1] * (1 - lam)
+            loss = mixed_loss(F.cross_entropy, logits, y, lam, other)
         else:
             logits = self._network(x).float()
             loss = F.cross_entropy(logits, y)
@@ -612,9 +612,8 @@ DEFLATED = 0.1  # of the largest filter of its layer
 def record(run: Run, model: nn.Module) -> dict[str, Any]:
     """The extras a run asks for: magnitudes of its filters (ruff2020), energy by layer (stock2019, figure 10)."""
     extras: dict[str, Any] = {}
-    weights = {name: p for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith(".g")}
     if "filters" in run.record:
-        layers = [torch.linalg.vector_norm(p.flatten(1), dim=1) for p in weights.values() if p.ndim == 4]
+        layers = [norms for name, norms in filter_norms(model).norms.items() if model.get_parameter(name).ndim > 2]
         norms = torch.cat(layers).double()
         small = torch.cat([layer < DEFLATED * layer.max() for layer in layers]).double()
         extras["filters"] = {
@@ -623,6 +622,6 @@ def record(run: Run, model: nn.Module) -> dict[str, Any]:
             "quantiles": torch.quantile(norms, norms.new_tensor(QUANTILES)).tolist(),
         }
     if "energy" in run.record:
-        energies = [float(p.double().square().sum()) for p in weights.values()]
-        extras["energy"] = {"norm": math.sqrt(sum(energies)), "layers": energies}
+        energy = layer_energy(model)
+        extras["energy"] = {"norm": float(energy.norm), "layers": energy.energy.tolist()}
     return extras
