@@ -53,6 +53,7 @@ class _Bench:
     ) -> None:
         self.device, self.out, self.only, self.compiled = device, out, only, compiled
         self.quick, self.repeats, self.end = quick, repeats, end
+        self.about, self.about_cpu = facts(device), facts(torch.device("cpu"))  # as it is before the work begins
         self.console = Console()
         self.written: list[Path] = []
 
@@ -103,7 +104,7 @@ def _steps(bench: _Bench) -> None:
                 )
             rows += found
             text += show([steps.table(found), *steps.sentences(found)], bench.console)
-            bench.written += save(bench.out, f"bench_steps{bench.suffix}", text, rows, facts(bench.device))
+            bench.written += save(bench.out, f"bench_steps{bench.suffix}", text, rows, bench.about)
 
 
 def _scaling(bench: _Bench) -> None:
@@ -112,7 +113,7 @@ def _scaling(bench: _Bench) -> None:
     with bench.status() as say:
         found = scaling.measure(bench.device, bench.quick, bench.repeats, say)
     text = show([scaling.table(found)], bench.console)
-    bench.written += save(bench.out, f"bench_scaling{bench.suffix}", text, found, facts(bench.device))
+    bench.written += save(bench.out, f"bench_scaling{bench.suffix}", text, found, bench.about)
     picture = bench.out / f"bench_scaling{bench.suffix}.png"
     scaling.draw(found, picture)
     bench.written.append(picture)
@@ -132,7 +133,7 @@ def _balance(bench: _Bench) -> None:
                 bench.console.print(f"{name} is left out: {error}", highlight=False, markup=False)
     if rows:
         text = show([balance.table_of(rows)], bench.console, width=170)
-        bench.written += save(bench.out, "bench_balance", text, rows, facts(torch.device("cpu")))
+        bench.written += save(bench.out, "bench_balance", text, rows, bench.about_cpu)
 
 
 def _lab(bench: _Bench) -> None:
@@ -149,7 +150,7 @@ def _lab(bench: _Bench) -> None:
             found += throughput.measure(name, chosen, data, together, 40 if gpu else 2, 5 if gpu else 2)
     if found:
         text = show([_speeds(found)], bench.console)
-        bench.written += save(bench.out, f"bench_lab{bench.suffix}", text, found, facts(bench.device))
+        bench.written += save(bench.out, f"bench_lab{bench.suffix}", text, found, bench.about)
 
 
 def _speeds(found: list[throughput.Speed]) -> Table:
