@@ -280,7 +280,7 @@ class InputNoise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.a == 0.0:
             return x
-        return x * (1.0 + self.a * (2.0 * torch.rand_like(x) - 1.0))
+        return x * torch.empty_like(x).uniform_(1.0 - self.a, 1.0 + self.a)
 
     def extra_repr(self) -> str:
         return f"a={self.a}"

@@ -30,6 +30,7 @@ from ... import equilibrium as en
 from ... import meanshift as ms
 from ... import weightnorm as wn
 from .chain import Chain, named
+from .fused import Conv2d
 
 __all__ = ["Layers", "PropagatedReLU", "norm_names"]
 
@@ -219,7 +220,7 @@ class Layers:
     ) -> nn.Module:
         """A convolution from `a` to `b` channels; padded so that a stride of 1 keeps the size, unless told."""
         padding = kernel // 2 if padding is None else padding
-        kind, options = self._kind(nn.Conv2d, en.EquiNormConv2d)
+        kind, options = self._kind(Conv2d, en.EquiNormConv2d)
         layer: nn.Module = kind(a, b, kernel, stride, padding, bias=self.bias, **options)
         self.by_role[role].append(layer)
         return layer

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ...meanshift import InputNoise
 from .chain import Chain, named
+from .fused import add_and_rectify
 from .norms import Layers, Role
 from .registry import model
 
@@ -41,7 +42,7 @@ class Residual(nn.Module):
     """
 
     def __init__(
-        self, branch: nn.Module, skip: nn.Module, noise: float, first: nn.Module | None, relu: nn.Module | None
+        self, branch: nn.Sequential, skip: nn.Module, noise: float, first: nn.Module | None, relu: nn.Module | None
     ) -> None:
         super().__init__()
         self.noise = InputNoise(noise) if noise else nn.Identity()
@@ -53,8 +54,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.noise(x)
         y = self.first(x)
-        out: Tensor = self.relu(self.branch(y) + self.skip(y if self.skip_reads_first else x))
-        return out
+        return add_and_rectify(self.branch, y, self.skip(y if self.skip_reads_first else x), self.relu)
 
 
 Branch = Callable[[Layers, int, int, int, bool], tuple[nn.Sequential, int]]

@@ -1,0 +1,85 @@
+"""The same layers with fewer and better filled kernels on a GPU; everywhere else they are what they are in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from ...kernels.dispatch import kernels
+
+__all__ = ["Conv2d", "add_and_rectify"]
+
+
+class Conv2d(nn.Conv2d):
+    """A convolution; one of 3 × 3 with few channels, in half precision, is done by `equinorm.kernels.convolution`."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found = kernels("convolution", x, weight) if bias is None and self._is_small else None
+        if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
+            out: Tensor = found.conv3x3(x, weight)
+            return out
+        return super()._conv_forward(x, weight, bias)
+
+    @property
+    def _is_small(self) -> bool:
+        return (
+            self.kernel_size == (3, 3)
+            and self.stride == self.padding == self.dilation == (1, 1)
+            and self.groups == 1
+            and self.padding_mode == "zeros"
+        )
+
+
+def _precision(x: Tensor, weight: Tensor) -> torch.dtype:
+    """In which torch would convolve."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def add_and_rectify(branch: nn.Sequential, x: Tensor, plus: Tensor, relu: nn.Module) -> Tensor:
+    """`relu(branch(x) + plus)`; a BatchNorm takes in the sum and the ReLU that follow it.
+
+    Where somebody listens to one of the modules (a hook), each is called by itself.
+    """
+    parts = list(branch)
+    if _listened_to([branch, *branch, relu]):
+        x, parts = branch(x), []
+    while parts:
+        part = parts.pop(0)
+        last = not parts
+        rectified = type(relu if last else parts[0]) is nn.ReLU
+        done = _batch_norm(part, x, plus if last else None) if rectified else None
+        if done is None:
+            x = part(x)
+        elif last:
+            return done
+        else:
+            x = done
+            parts.pop(0)
+    out: Tensor = relu(x + plus)
+    return out
+
+
+def _batch_norm(norm: nn.Module, x: Tensor, plus: Tensor | None) -> Tensor | None:
+    """relu(norm(x) + plus) in two kernels, if these can be launched."""
+    if type(norm) is not nn.BatchNorm2d or not (norm.training and norm.affine) or norm.momentum is None:
+        return None
+    found = kernels("batchnorm", x, plus, norm.weight, norm.bias)
+    if found is None or norm.weight.dtype != torch.float32 or not found.fits(x, plus):
+        return None
+    running = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    out: Tensor = found.batch_norm(
+        x, norm.weight, norm.bias, *running, norm.momentum, norm.eps, plus=plus, relu=True
+    )  # fmt: skip
+    return out
+
+
+def _listened_to(modules: Iterable[nn.Module]) -> bool:
+    anywhere = (hooks._global_forward_hooks, hooks._global_forward_pre_hooks, hooks._global_backward_hooks)
+    return any(anywhere) or any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in modules
+    )

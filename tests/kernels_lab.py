@@ -1,0 +1,73 @@
+"""The laboratory's kernels beside what torch does in float64; used on a CPU (interpreted) and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 0.0) -> None:
+    """`scale`: of what was summed, where most of it may have cancelled."""
+    tolerance = 8 * torch.finfo(dtype).eps
+    scale = max(scale, float(expected.detach().abs().max()))
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance * scale)
+
+
+def check_convolution(
+    kernels: Any, images: tuple[int, int, int], channels: tuple[int, int], precision: torch.dtype, **kernel: Any
+) -> None:
+    """`kernel`: dtype and memory_format of the weight."""
+    (n, height, width), (a, b), device = images, channels, kernel.pop("device", "cpu")
+    x = torch.randn(n, a, height, width, device=device).to(precision).contiguous(memory_format=torch.channels_last)
+    weight = (0.1 * torch.randn(b, a, 3, 3, device=device)).to(**kernel)
+    x.requires_grad_()
+    weight.requires_grad_()
+    assert kernels.fits(x, weight)
+    out = kernels.conv3x3(x, weight)
+    assert out.dtype == precision
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact_x = x.detach().double().requires_grad_()
+    exact_weight = weight.detach().to(precision).double().requires_grad_()
+    exact = F.conv2d(exact_x, exact_weight, padding=1)
+    exact.backward(grad.double())
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
+    assert_close(out, exact, precision)
+    assert_close(x.grad, exact_x.grad, precision)
+    assert_close(weight.grad, exact_weight.grad, weight.dtype)
+
+
+def check_batch_norm(
+    kernels: Any, shape: tuple[int, int, int, int], dtype: torch.dtype, plus: bool, relu: bool, device: str = "cpu"
+) -> None:
+    channels = shape[1]
+    x = (2 * torch.randn(shape, device=device) + 3).to(dtype).contiguous(memory_format=torch.channels_last)
+    added = torch.randn(shape, device=device).to(dtype) if plus else None  # not in channels_last
+    weight, bias = torch.rand(channels, device=device) + 0.5, torch.randn(channels, device=device)
+    tensors = [t.requires_grad_() for t in (x, weight, bias, added) if t is not None]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    running = [torch.randn(channels, device=device), torch.rand(channels, device=device)]
+    exact_running = [t.double() for t in running]
+    batches = torch.tensor(4, device=device)
+    assert kernels.fits(x, added)
+    out = kernels.batch_norm(x, weight, bias, *running, batches, 0.1, 1e-5, added, relu)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected = F.batch_norm(exact[0], *exact_running, exact[1], exact[2], True, 0.1, 1e-5)
+    expected = expected + exact[3] if plus else expected
+    if relu:  # where rounding decides what is positive, follow it
+        assert_close(out, expected.relu(), dtype)
+        expected = expected * (out > 0)
+    expected.backward(grad.double())
+    assert_close(out, expected, dtype)
+    assert int(batches) == 5
+    for mine, theirs in zip(running, exact_running, strict=True):
+        assert_close(mine, theirs, torch.float32)
+    steepest = float((exact[0].detach().var((0, 2, 3), correction=0) + 1e-5).rsqrt().max())
+    for mine, theirs in zip(tensors, exact, strict=True):
+        assert mine.grad is not None
+        assert_close(mine.grad, theirs.grad, mine.dtype if mine.dim() == 4 else torch.float16, 4 * steepest)

@@ -1,0 +1,134 @@
+"""Small convolutions and BatchNorm with what follows it, against torch, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from equinorm.lab import models
+from equinorm.lab.models import fused
+from kernels_lab import assert_close, check_batch_norm, check_convolution
+from triton_interpreter import interpreted
+
+convolution, batchnorm = interpreted("convolution"), interpreted("batchnorm")
+small = interpreted("batchnorm")
+small.TILE, small.SHARES = 64, 3  # so small that every loop runs several times
+quick = settings(max_examples=15, phases=(Phase.explicit, Phase.generate))
+channels = st.sampled_from([16, 16, 32, 64])
+formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
+
+
+# the interpreter cannot multiply matrices of bfloat16: that is tested on a GPU
+@quick
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(channels, channels),
+    st.sampled_from([torch.float16, torch.float32]),
+    formats,
+)
+def test_convolution(images: Any, channels: Any, dtype: torch.dtype, layout: torch.memory_format) -> None:
+    check_convolution(convolution, images, channels, torch.float16, dtype=dtype, memory_format=layout)
+
+
+def test_parts_of_the_weight_gradient_are_all_summed() -> None:
+    """More pixels than one part holds, and a last part that is not full."""
+    check_convolution(convolution, (3, 57, 53), (16, 16), torch.float16, memory_format=torch.channels_last)
+
+
+@quick
+@given(
+    st.sampled_from([batchnorm, small]),
+    st.tuples(st.integers(2, 5), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)),
+    st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_batch_norm(kernels: Any, shape: Any, dtype: torch.dtype, plus: bool, relu: bool) -> None:
+    check_batch_norm(kernels, shape, dtype, plus, relu)
+
+
+def test_batch_norm_of_values_far_from_zero() -> None:
+    x = (1000 + torch.randn(64, 2, 16, 16)).contiguous(memory_format=torch.channels_last)
+    out = small.batch_norm(x, torch.ones(2), torch.zeros(2), None, None, None, 0.1, 1e-5)
+    assert_close(out, nn.functional.batch_norm(x.double(), None, None, training=True), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (torch.zeros(2, 4, 3, 3), "not in channels_last"),
+        (torch.zeros(1, 4, 1, 1), "one value per channel"),
+        (torch.zeros(2, 4, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last), "float64"),
+        (torch.zeros(2, 4), "not images"),
+    ],
+)
+def test_what_does_not_fit(x: Tensor, why: str) -> None:
+    assert not batchnorm.fits(x), why
+
+
+# -- in the networks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The fused layers find the interpreted kernels; the names of those they asked for."""
+    asked: list[str] = []
+
+    def kernels(name: str, *_: Tensor | None) -> Any:
+        asked.append(name)
+        return {"convolution": convolution, "batchnorm": small}[name]
+
+    monkeypatch.setattr(fused, "kernels", kernels)
+    return asked
+
+
+def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Output, gradients and buffers after one pass."""
+    model.zero_grad()
+    out = model(x)
+    out.square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"": out.detach(), **found, **{name: b.clone() for name, b in model.named_buffers()}}
+
+
+@pytest.mark.parametrize("skips", ["A", "B"])
+def test_residual_networks_compute_the_same(launched: list[str], skips: str) -> None:
+    torch.manual_seed(0)
+    model = models.build("resnet_cifar", classes=3, in_shape=(3, 8, 8), depth=8, width=4, skips=skips)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.rand(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    exact = outcome(copy.deepcopy(model).double(), x.double())
+    assert "batchnorm" in launched
+    launched.clear()
+    found = outcome(model, x)
+    assert launched.count("batchnorm") == 6
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_small_convolutions_are_found(launched: list[str]) -> None:
+    layer = fused.Conv2d(16, 16, 3, padding=1, bias=False).half()
+    x = torch.randn(2, 16, 5, 5).half().to(memory_format=torch.channels_last)
+    expected = nn.functional.conv2d(x.double(), layer.weight.double(), padding=1)
+    assert_close(layer(x), expected, torch.float16)
+    assert launched == ["convolution"]
+    for other in (fused.Conv2d(16, 16, 3, 2, 1, bias=False), fused.Conv2d(16, 16, 3, padding=1)):
+        other.half()(x)
+    assert launched == ["convolution"]  # a stride, or a bias, is for torch
+
+
+def test_hooks_still_hear_every_module(launched: list[str]) -> None:
+    model = models.build("resnet_cifar", classes=3, in_shape=(3, 8, 8), depth=8, width=4)
+    heard: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d | nn.ReLU):
+            module.register_forward_hook(lambda *_, name=name: heard.append(name))
+    model(torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last))
+    assert len(heard) == 14
+    assert "batchnorm" not in launched

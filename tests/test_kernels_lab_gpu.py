@@ -1,0 +1,49 @@
+"""Small convolutions and BatchNorm with what follows it, against torch, on a GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from kernels_lab import check_batch_norm, check_convolution
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("images", [(128, 32, 32), (3, 5, 7), (1, 1, 1), (2, 17, 33)])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_convolution(dtype: torch.dtype, images: tuple[int, int, int], layout: torch.memory_format) -> None:
+    from equinorm.kernels import convolution
+
+    for channels, weight in product([(16, 16), (32, 32), (64, 64), (16, 64), (32, 16)], [dtype, torch.float32]):
+        check_convolution(convolution, images, channels, dtype, dtype=weight, memory_format=layout, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(128, 16, 32, 32), (128, 96, 32, 32), (128, 64, 8, 8), (3, 6, 5, 7), (2, 1, 1, 1)])
+def test_batch_norm(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    from equinorm.kernels import batchnorm
+
+    for plus, relu in product([False, True], [False, True]):
+        check_batch_norm(batchnorm, shape, dtype, plus, relu, device="cuda")
+
+
+def test_the_same_numbers_every_time() -> None:
+    from equinorm.lab import models
+
+    torch.manual_seed(0)
+    model = models.build("resnet110", classes=10, in_shape=(3, 32, 32), depth=20).cuda()
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.rand(128, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16), torch.backends.cudnn.flags(deterministic=True):
+            nn.functional.cross_entropy(model(x).float(), torch.zeros(128, dtype=torch.long, device="cuda")).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for later in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], later, strict=True))
