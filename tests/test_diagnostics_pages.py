@@ -281,20 +281,6 @@ def test_a_random_batch_is_larger_where_the_model_takes_it() -> None:
     assert random_batch([Input((1, 12))], OnlyOne(), samples=16)[0].shape == (1, 12)
 
 
-@pytest.mark.slow
-def test_the_figures_of_the_benchmark(tmp_path: Path) -> None:
-    """Every run on toy data, resumed, and the figures drawn from its logs."""
-    script = EXAMPLES.parent / "benchmarks" / "diagnostics_cifar10.py"
-    command = [sys.executable, str(script), "--toy", "--out", str(tmp_path)]
-    subprocess.run([*command, "--runs", "vgg", "resnet110"], check=True)
-    again = subprocess.run([*command, "--runs", "vgg", "--draw"], check=True, capture_output=True, text=True)
-    assert again.stdout.count("done before") == 6
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "vgg.jsonl", "resnet110.jsonl", "vgg_landscape.svg", "vgg_landscape.png", "resnet110_filters.svg",
-        "resnet110_filters.png",
-    }  # fmt: skip
-
-
 # -- teaching scripts --------------------------------------------------------------------------------------------------
 
 

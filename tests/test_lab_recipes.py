@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from torch import nn
 
 from equinorm.lab import models
 from equinorm.lab.artifacts import Artifact, Claim, all_artifacts, find
+from equinorm.lab.campaign import decide
 from equinorm.lab.recipes import arpit2019, common, repro2019, stock2019, stock2019_computed
-from equinorm.lab.runs import Data, Run
+from equinorm.lab.runs import Data, Model, Run
 from equinorm.lab.schedules import Constant, Linear, Quadratic, Step, SuperConvergence
+from equinorm.lab.store import Store
 
 ARTIFACTS = dict(all_artifacts())
 Means = dict[tuple[str, str], float]
@@ -199,9 +202,10 @@ def test_protocol_of_cifar_nv() -> None:
 
 
 def test_choices_are_made_on_held_out_images_only() -> None:
-    for artifact in stock2019.choices():
-        for run in artifact.runs():
-            assert (run.data.held_out, run.data.evaluate) == (10_000, "held_out")
+    for name, candidates in stock2019.TUNINGS.items():
+        runs = [run for candidate in candidates for run in candidate.runs]
+        assert {run.key for run in runs} == {run.key for run in find(name).runs()}
+        assert {(run.data.held_out, run.data.evaluate) for run in runs} == {(10_000, "held_out")}
     assert {run.epochs for run in find("stock2019/tuning-cifar-nv").runs()} == {32}
     assert {run.optim.lr for run in find("stock2019/tuning-cifar-nv").runs()} == {0.01, 0.05, 0.1}
 
@@ -405,19 +409,47 @@ def test_claims_without_runs_are_not_decided(name: str) -> None:
             claim.holds({})
 
 
-@pytest.mark.parametrize("name", ["stock2019/tuning-fc", "stock2019/tuning-cifar-nv"])
-def test_a_tuning_confirms_the_recipe_or_not(name: str) -> None:
-    artifact = find(name)
-    (claim,) = artifact.claims
-    text = common.setting_text
-    by_depth, by_momentum = stock2019.FC_CHOSEN.items(), stock2019.NV_CHOSEN.items()
-    chosen = {f"{row}, {p} layers": text(s) for row, choice in by_depth for p, s in choice.value.items()}
-    chosen |= {f"{row}, momentum {m:g}": text(s) for row, choice in by_momentum for m, s in choice.value.items()}
-    means = {(cell.row, cell.column): 50.0 + (chosen[cell.row] == cell.column) for cell in artifact.cells}
-    assert {row for row, _ in means} <= set(chosen)
+def tuned(name: str, best: int) -> tuple[common.Chosen, Means]:
+    """Made-up held-out accuracies, in which one candidate of each row and place is ahead: what they decide."""
+    scores, means, seen = {}, {}, dict[tuple[str, float], int]()
+    for candidate, cell in zip(stock2019.TUNINGS[name], find(name).cells, strict=True):
+        number = seen[candidate.row, candidate.at] = seen.get((candidate.row, candidate.at), -1) + 1
+        scores[candidate.runs[0].key] = means[cell.row, cell.column] = 51.0 if number == best else 50.0
+    return {name: common.choose(stock2019.TUNINGS[name], lambda run: scores[run.key])}, means
+
+
+@pytest.mark.parametrize("name", stock2019.TUNINGS)
+@pytest.mark.parametrize("best", [0, 2])
+def test_a_tuning_decides_what_the_recipe_uses(name: str, best: int) -> None:
+    chosen, means = tuned(name, best)
+    assert set(chosen[name]) == {candidate.row for candidate in stock2019.TUNINGS[name]}
+    made = {artifact.name: artifact for artifact in stock2019.artifacts(chosen)}
+    (claim,) = made[name].claims
     assert claim.holds(means)
-    row = next(iter(means))[0]
-    assert not claim.holds({**means, (row, chosen[row]): math.nan})
+    assert not claim.holds({**means, next(place for place, value in means.items() if value == 51): math.nan})
+    figure, row, column = ("figure4", "Path-SGD", "19") if "fc" in name else ("table2", "GN", "32")
+    (cell,) = made[f"stock2019/{figure}"].part([row], [column]).cells
+    settings = chosen[name][row][19 if "fc" in name else 0.0]
+    assert cell.runs[0].optim.lr == settings["lr"]
+    assert cell.runs[0].model.options.get("norm_options", {}).get("groups") == settings.get("groups")
+    assert f"chosen on {name}" in made[f"stock2019/{figure}"].protocol
+    assert "not tuned yet" not in made[f"stock2019/{figure}"].protocol
+
+
+def test_what_is_committed_is_what_the_committed_runs_decide() -> None:
+    """`equinorm campaign --choose` writes it."""
+    store = Store(Path(__file__).parents[1] / "results")
+    known = {run.key for name in stock2019.TUNINGS for run in find(name).runs()}
+    if not known & set(store.scan().records):
+        pytest.skip("no tuning runs are committed yet")
+    assert decide(store) == common.committed()
+
+
+def test_provisional_settings_are_among_the_candidates() -> None:
+    for name, provisional in (("fc", stock2019.FC_PROVISIONAL), ("cifar-nv", stock2019.NV_PROVISIONAL)):
+        candidates = stock2019.TUNINGS[f"stock2019/tuning-{name}"]
+        tried = [(c.row, c.at, c.settings) for c in candidates]
+        assert all((row, at, s) in tried for row, places in provisional.items() for at, s in places.items())
 
 
 def test_plain_biases_count_as_lost_by_nan_or_chance() -> None:
@@ -558,21 +590,66 @@ def test_nearest(entries: dict[int, int], number: int) -> None:
     assert found == entries[min(key for key in entries if abs(key - number) == gap)]
 
 
-@given(st.dictionaries(st.tuples(st.sampled_from("ab"), st.sampled_from("xyz")), st.floats(0, 100), min_size=1))
-def test_best_columns(means: Means) -> None:
-    best = common.best_columns(means)
-    assert set(best) == {row for row, _ in means}
-    for row, column in best.items():
-        assert means[row, column] == max(value for (r, _), value in means.items() if r == row)
+RATES = (0.01, 0.05, 0.1)
 
 
-def test_a_diverged_candidate_is_never_the_best() -> None:
-    assert common.best_columns({("a", "x"): math.nan, ("a", "y"): 1.0}) == {"a": "y"}
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from("ab"), st.sampled_from([5, 11]), st.sampled_from(RATES)),
+        st.lists(st.sampled_from([None, math.nan, 50.0, 50.5, 51.0]), min_size=1, max_size=2),
+    )
+)
+def test_the_best_candidate_is_chosen(tried: dict[tuple[str, int, float], list[float | None]]) -> None:
+    """Against all pairs compared: by the mean over seeds, then by the smaller rate; nothing without all runs."""
+    base = Run(Data("cifar10"), Model("fc"))
+    accuracies: dict[str, float | None] = {}
+    candidates = []
+    for (row, at, lr), values in tried.items():
+        runs = tuple(
+            replace(common.changed(base, lr=lr, hidden=at), seed=s, batch=ord(row)) for s in range(len(values))
+        )
+        candidates.append(common.Candidate(row, at, {"lr": lr}, runs))
+        accuracies |= {run.key: value for run, value in zip(runs, values, strict=True)}
+    chosen = common.choose(candidates, lambda run: accuracies[run.key])
+    rows = {row for row, _, _ in tried}
+    complete = {row for row in rows if not any(None in v for (r, _, _), v in tried.items() if r == row)}
+    assert set(chosen) == complete
+
+    def mean(values: list[float | None]) -> float:
+        return -1.0 if any(v is None or math.isnan(v) for v in values) else sum(v or 0.0 for v in values) / len(values)
+
+    for row, places in chosen.items():
+        assert set(places) == {at for r, at, _ in tried if r == row}
+        for at, settings in places.items():
+            own = {lr: mean(v) for (r, a, lr), v in tried.items() if (r, a) == (row, at)}
+            better = [lr for lr in own if own[lr] > own[settings["lr"]]]
+            equal = [lr for lr in own if own[lr] == own[settings["lr"]] and lr < settings["lr"]]
+            assert not better
+            assert not equal
+
+
+def test_a_diverged_run_is_never_ahead() -> None:
     assert common.wins({("a", "1"): 20.0, ("b", "1"): math.nan}, "a", "b", [1]) == 1
     assert common.wins({("a", "1"): 20.0, ("b", "1"): math.nan}, "b", "a", [1]) == 0
 
 
+def test_candidates_along_two_lines() -> None:
+    found = common.star((0.01, 0.05, 0.1), 0.05, "groups", (5, 10, 20), 10)
+    assert [(s["lr"], s["groups"]) for s in found] == [(0.01, 10), (0.05, 5), (0.05, 10), (0.05, 20), (0.1, 10)]
+
+
+def test_choices_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, _ = tuned("stock2019/tuning-cifar-nv", 1)
+    (tmp_path / "chosen.json").write_text(common.chosen_text(chosen))
+    monkeypatch.setattr(common, "files", lambda package: tmp_path)
+    assert common.committed() == chosen
+    assert common.chosen_text({}) == "{}\n"
+
+
 def test_choices_as_text() -> None:
-    choices = {"GN": common.Choice({11: {"lr": 0.1, "groups": 10}}), "BN": common.Choice({"lr": 0.05}, "x/tuning")}
-    text = "GN at 11: lr 0.1, groups 10 (chosen on: not yet); BN lr 0.05 (chosen on: x/tuning)"
-    assert common.resolved(choices) == text
+    places = {5: {"lr": 0.1}, 11: {"lr": 0.1}, 19: {"lr": 0.05}}
+    choices = {"GN": common.Choice({11: {"lr": 0.1, "groups": 10}}), "BN": common.Choice(places, "x/tuning")}
+    assert common.resolved(choices) == (
+        "provisional, not tuned yet: GN at 11: lr 0.1, groups 10. "
+        "chosen on x/tuning: BN at 5, 11: lr 0.1 | at 19: lr 0.05"
+    )

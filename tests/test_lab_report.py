@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 import numpy as np
@@ -20,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equinorm.lab import UserError, report
-from equinorm.lab.artifacts import Artifact, Cell, Claim, Compute, seeds
-from equinorm.lab.report import figures, style, wording
+from equinorm.lab.artifacts import Artifact, Cell, Claim, Compute, find, seeds
+from equinorm.lab.report import figures, headline, style, wording
 from equinorm.lab.report.results import Number, Result, evaluate, gains, metric_of
 from equinorm.lab.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.store import Computed, Record, Store
@@ -252,6 +253,10 @@ def test_a_metric_is_found_by_its_path_or_in_the_last_epoch() -> None:
         assert metric_of(odd, "filters.mean") is None
     assert number_of([54.0], metric="filters.mean").value == pytest.approx(1.0)  # of epoch 10
     assert number_of([54.0], metric="nothing").verdict == "not run"
+    assert number_of([54.0], metric="filters.mean@4").value == pytest.approx(0.4)
+    assert number_of([54.0], metric="filters.mean@400").value == pytest.approx(1.0)  # the last there is
+    assert number_of([54.0], metric="filters.mean@0").verdict == "not run"
+    assert wording.metric_name("filters.mean@100") == "filters mean at epoch 100"
 
 
 def claim(holds: Any, accuracies: dict[str, list[float | None]], wanted: int = 2, toy: bool = False) -> tuple[str, str]:
@@ -338,6 +343,139 @@ def test_numbers_as_text() -> None:
     ]
     assert wording.signed(-1.234) == f"{minus}1.23"
     assert [wording.duration(s) for s in (4.123, 720, 12_300)] == ["4.12 s", "12 min", "3.4 h"]
+
+
+# -- the first table ---------------------------------------------------------------------------------------------------
+
+SETTING = headline.Setting(
+    "MLP", "fake/x", "1", {"no norm": "Baseline", "BatchNorm": "BN", "ENorm": "ENorm", "MSR": "M"}
+)
+
+
+def line_of(
+    paper: float | None = None, band: Literal["std", "quartiles"] = "std", **accuracies: list[float | None]
+) -> headline.Line:
+    """A line of the first table from accuracies by row: None for a run that diverged."""
+    cells = tuple(Cell(row, "1", seeds(run_of(row, 1), 3), paper) for row in SETTING.rows.values())
+    records = {
+        run.key: record_of(run, value)
+        for cell in cells
+        for run, value in zip(cell.runs, accuracies.get(cell.row, ()), strict=False)
+    }
+    (line,) = headline.lines([evaluate(Artifact("fake/x", "x", "x", "x", cells, band=band), records)], [SETTING])
+    return line
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"),
+    [
+        ({}, ""),
+        ({"BN": [54.0, 54.2]}, ""),
+        ({"Baseline": [50, 50.2], "BN": [54, 54.2], "ENorm": [55, 55.2]},
+         "ENorm: +5.00 on no norm; +1.00 on BatchNorm"),
+        ({"Baseline": [50, 50.2], "BN": [54, 56], "ENorm": [55, 55.2]},
+         "ENorm: +5.00 on no norm; +0.10 on BatchNorm (within the spread)"),
+        ({"Baseline": [50], "ENorm": [55]}, "ENorm: +5.00 on no norm (single runs)"),
+        ({"Baseline": [None], "BN": [54], "ENorm": [55]}, "ENorm: no norm diverges; +1.00 on BatchNorm (single runs)"),
+        ({"BN": [55.0], "M": [54.0]}, "BatchNorm: +1.00 on MSR (single runs)"),
+        ({"Baseline": [55.0, 55.1], "BN": [54.0, 54.1]}, "no norm: +1.00 on BatchNorm"),
+        ({"ENorm": [55.0], "M": [54.0]}, "ENorm: +1.00 on MSR (single runs)"),
+    ],
+)  # fmt: skip
+def test_which_method_is_best(accuracies: dict[str, list[float | None]], verdict: str) -> None:
+    line = line_of(**accuracies)  # type: ignore[arg-type]
+    assert line.verdict == verdict
+    assert line.best == (verdict.split(":")[0] or None)
+
+
+def test_cells_of_the_first_table() -> None:
+    numbers = line_of(paper=54.3, BN=[54.0, 54.2], ENorm=[None, None, None], Baseline=[50.0, 51.0, 52.0]).numbers
+    assert wording.headline(numbers["BatchNorm"]) == ("54.10 ± 0.14", "n 2 of 3, paper 54.3 ✓")
+    assert wording.headline(numbers["no norm"]) == ("51.00 ± 1.00", "n 3, paper 54.3 ✗")
+    assert wording.headline(numbers["ENorm"]) == ("diverged (3)", "n 0, 3 diverged, paper 54.3 ✗")
+    assert wording.headline(numbers["MSR"]) == ("not run", "paper 54.3")
+    numbers = line_of(band="quartiles", BN=[50.0, 52.0, 53.0]).numbers
+    assert wording.headline(numbers["BatchNorm"]) == ("52.00", "IQR 1.50, n 3")
+
+
+def test_every_setting_of_the_first_table_is_in_a_recipe() -> None:
+    for setting in headline.SETTINGS:
+        result = evaluate(find(setting.artifact), {})
+        assert set(setting.rows) <= set(headline.METHODS)
+        assert all((row, setting.column) in result.by_cell for row in setting.rows.values())
+    assert len(headline.lines([evaluate(find(s.artifact), {}) for s in headline.SETTINGS])) == len(headline.SETTINGS)
+    assert headline.lines([evaluate(find("ruff2020/table1").toy(), {}, toy=True)]) == []
+
+
+def write_benchmarks(folder: Path) -> None:
+    steps = [("no norm", 10.0), ("BN", 15.0), ("ENorm", 10.5), ("LN", 20.0), ("MSR", math.nan)]
+    rows: list[dict[str, Any]] = [
+        {"network": "ResNet-18, batch 256", "mode": "eager", "variant": variant, "step": {"median": t}, "failed": ""}
+        for variant, t in steps
+    ]
+    rows += [{**rows[0], "variant": "GN", "failed": "RuntimeError"}, {**rows[0], "network": "ResNet-18, batch 32"}]
+    about = {"hardware": "NVIDIA H200; AMD EPYC, 16 cores"}
+    (folder / "bench_steps_gpu.json").write_text(json.dumps({**about, "rows": rows}))
+    lab = [
+        ("FC-19", 1, 2.0),
+        ("FC-19, BN", 1, 3.0),
+        ("FC-19, BN", 8, 9.0),
+        ("WRN, BN", 1, 4.0),
+        ("WRN, EquiNorm", 1, 5.0),
+    ]
+    (folder / "bench_lab_gpu.json").write_text(
+        json.dumps({**about, "rows": [{"name": name, "side_by_side": k, "step": t} for name, k, t in lab]})
+    )
+
+
+def test_costs_are_those_of_the_benchmarks(tmp_path: Path) -> None:
+    assert headline.costs(tmp_path) == []
+    write_benchmarks(tmp_path)
+    assert headline.costs(tmp_path) == [
+        headline.Cost("FC-19", "no norm", {"no norm": 1.0, "BatchNorm": 1.5}, "NVIDIA H200"),
+        headline.Cost("WRN", "BatchNorm", {"BatchNorm": 1.0, "EquiNorm": 1.25}, "NVIDIA H200"),
+        headline.Cost(
+            "ResNet-18, batch 256, eager", "no norm", {"no norm": 1.0, "BatchNorm": 1.5, "ENorm": 1.05}, "NVIDIA H200"
+        ),
+    ]
+    (tmp_path / "bench_steps_gpu.json").write_text('{"rows": 3}')
+    assert len(headline.costs(tmp_path)) == 2
+
+
+def test_the_first_page(tmp_path: Path) -> None:
+    artifact = find("stock2019/table3")
+    store = Store(tmp_path)
+    for cell in artifact.part(columns=["128"]).cells:
+        for run in cell.runs:
+            store.write(record_of(run, (cell.paper or 0.0) + 0.1 * run.seed))
+    bare = report.write(store, tmp_path, [artifact])
+    assert "Costs have not been measured on a GPU yet" in bare.readme.read_text()
+    write_benchmarks(tmp_path)
+    made = report.write(store, tmp_path, [artifact])
+    text, page = made.readme.read_text(), made.page.read_text()
+    assert "**90.55 ± 0.10**<br>n 3, paper 90.45 ✓" in text
+    assert "| not run<br>paper 91.24 |" in text
+    assert "BatchNorm: +2.01 on no norm; +0.86 on ENorm" in text
+    assert "| *time of a step, FC-19, NVIDIA H200* | *no norm = 1* | 1.00 | 1.50 |" in text
+    assert text.index("## Which method helps") < text.index("## Every table and figure")
+    Checker(page)
+    assert "<b>90.55 ± 0.10</b><small>n 3, paper 90.45 ✓</small>" in page
+    assert page.count("time of a step") == 3
+
+
+def test_what_was_chosen_stands_beside_the_table_it_was_chosen_from(tmp_path: Path) -> None:
+    artifact = find("stock2019/tuning-cifar-nv").part(["BN, momentum 0.9", "GN, momentum 0.9"])
+    store = Store(tmp_path)
+    tops: dict[str, float | None] = {"lr 0.01": 70.0, "lr 0.05": 71.0, "lr 0.1": None, "lr 0.05, groups 8": 71.0}
+    for cell in artifact.cells:
+        if cell.column in tops:
+            store.write(record_of(cell.runs[0], tops[cell.column]))
+    text = report.section(store, artifact)
+    assert "| BN, momentum 0.9 | lr 0.05 | 71.00 | 70.00: lr 0.01 | 3 of 3 |" in text
+    assert f"| GN, momentum 0.9 | lr 0.05, groups 8 | 71.00 | {wording.NONE} | 1 of 7 |" in text
+    assert "chosen for" not in report.section(store, find("stock2019/table3"))
+    made = report.write(store, tmp_path / "out", [artifact])
+    assert "<td>lr 0.05, groups 8</td>" in made.page.read_text()
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -323,6 +323,52 @@ class Reproduce:
 
 
 @dataclass(frozen=True)
+class Campaign:
+    """Train what is wanted for the results of this repository, in order, and only what can be finished in the time
+    there is."""
+
+    list: Annotated[bool, arg(help="Print what is done and what is left, and train nothing.")] = False
+    choose: Annotated[bool, arg(help="Write the settings that the tuning runs decided into the recipe.")] = False
+    item: Annotated[
+        Patterns, arg(metavar="ITEM", help="Only this item, artifact or paper. Repeat it for several.")
+    ] = ()
+    minutes: Annotated[float, arg(help="Save what is in progress and stop after so many minutes.")] = math.inf
+    sitting: Annotated[
+        float | None,
+        arg(metavar="MINUTES", help="Until this disk is lost: only what fits is begun (the same as --minutes)."),
+    ] = None
+    data_dir: DataDir = None
+    results: Results = None
+    device: Device = None
+    side_by_side: Annotated[
+        int | None, arg(metavar="N", help="Runs in progress at once on one device (8 on a GPU, 1 on a CPU).")
+    ] = None
+    toy: Toy = False
+
+    def run(self) -> None:
+        from .lab import campaign
+        from .lab.launchers import Options, launch
+        from .lab.store import Store
+
+        store, items = Store(_results(self.results, self.toy)), campaign.named(self.item)
+        if self.choose:
+            changed = campaign.write_chosen(store)
+            print(f"{campaign.CHOSEN}: {'written' if changed else 'as it was'}")
+        if self.list:
+            print(campaign.table(campaign.standing(store, items, toy=self.toy)))
+        if self.choose or self.list:
+            return
+        done = campaign.work(
+            store, items, minutes=self.minutes, sitting=self.sitting, toy=self.toy, data_dir=self.data_dir,
+            device=self.device, side_by_side=self.side_by_side,
+            train=lambda runs, into, **options: launch(runs, into, options=Options(**options)),
+        )  # fmt: skip
+        print(done.sentence())
+        if done.interrupted:
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
 class Report:
     """Put every number next to the paper's: README.md, index.html and figures, from the runs in the results folder."""
 
@@ -423,6 +469,7 @@ Command = (
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Campaign, tyro.conf.subcommand("campaign")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )

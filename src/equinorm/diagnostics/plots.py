@@ -7,6 +7,7 @@ Titles say the message and can be replaced; captions say what was measured. `sty
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ def plot_gradient_scans(
             if axes.get_legend() is not None and axes is not rows[0][min(1, columns - 1)]:
                 axes.get_legend().remove()
     if highest is not None and rows[0][0].get_ylim()[1] > highest:
-        rows[0][0].set_ylim(top=highest)
+        losses = (loss for scans in read.values() for _, scan in scans for loss in (scan["loss"], *scan["losses"]))
+        rows[0][0].set_ylim(min((loss for loss in losses if 0 < loss < highest), default=highest / 10) / 1.5, highest)
     return made
 
 
@@ -76,9 +78,20 @@ def _draw_scans(panels: Sequence[Any], scans: Sequence[tuple[float, dict[str, An
     for axes, key in zip(panels[:2], ("losses", "changes"), strict=True):
         low, high = [min(s[key]) for _, s in scans], [max(s[key]) for _, s in scans]
         axes.fill_between(steps, low, high, color=colour, alpha=0.22 if behind else 0.45, linewidth=0, label=label)
+        for i in _alone(low):  # neither a band nor a line shows a single moment
+            axes.vlines(steps[i], low[i], high[i], color=colour, alpha=0.22 if behind else 0.45, linewidth=3)
     if not behind:
         panels[0].plot(steps, [s["loss"] for _, s in scans], color=colour, linewidth=1.0)
-    panels[2].plot(steps, [s["beta"] for _, s in scans], color=colour, linewidth=1.0 if behind else 1.6, label=label)
+    beta = [s["beta"] for _, s in scans]
+    panels[2].plot(steps, beta, color=colour, linewidth=1.0 if behind else 1.6, label=label)
+    for i in _alone(beta):
+        panels[2].plot(steps[i], beta[i], "o", color=colour, markersize=4)
+
+
+def _alone(values: Sequence[float]) -> list[int]:
+    """Where a number has none beside it, as the first measurement of a run that then diverged."""
+    known = [False, *(math.isfinite(value) for value in values), False]
+    return [i for i in range(len(values)) if known[i + 1] and not known[i] and not known[i + 2]]
 
 
 def _scan(scan: GradientScan | Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +286,7 @@ def plot_filter_magnitudes(
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_yscale("log")
         axes.set_xlabel(x_label)
+        _whole_numbers(axes)
         final = lengths[-1]
         share_below = [100 * (i + 1) / len(final) for i in range(len(final))]
         last.plot(final.tolist(), share_below, color=colour, linewidth=1.8, label=name)
@@ -285,7 +299,12 @@ def plot_filter_magnitudes(
     last.set_title("at the end", loc="left", fontsize=10)
     last.set_xlabel(y_label)
     last.set_ylabel("filters no longer than that (%)")
+    last.set_yticks(range(0, 101, 20))
+    last.set_ylim(-4, 108 + 11 * len(runs))  # room for the names above the curves
+    last.legend(frameon=False, fontsize=8.5, loc="upper left")
     finish(panels)
+    for axes in over_time[:-1]:  # one legend is enough
+        axes.get_legend().remove()
     return made
 
 

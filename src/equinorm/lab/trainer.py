@@ -287,12 +287,13 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 def about(device: torch.device) -> dict[str, Any]:
     """Command, versions, hardware and commit: what goes with every number."""
+    program = Path(sys.argv[0]).name
     packages = {"equinorm": version_of("equinorm"), "torch": torch.__version__, "python": platform.python_version()}
     hardware = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     )
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["equinorm" if program in ("cli.py", "__main__.py") else program, *sys.argv[1:]]),
         "versions": packages,
         "hardware": hardware,
         "commit": commit(),
@@ -309,10 +310,12 @@ def version_of(package: str) -> str | None:
 
 @cache
 def commit() -> str | None:
-    """The commit of the checkout this code runs from, with "+" if it has changes.
+    """The commit of the checkout this code runs from, with "+" if it has changes; None if nothing says.
 
-    A copy without its history can be told by the variable EQUINORM_COMMIT; None if nothing says.
+    A copy without its history can be told by the variable EQUINORM_COMMIT, which is believed.
     """
+    if told := os.environ.get("EQUINORM_COMMIT"):
+        return told
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -323,4 +326,4 @@ def commit() -> str | None:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("EQUINORM_COMMIT")
+        return None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import Any, TypeVar
 
 from .. import models
@@ -12,11 +15,18 @@ from ..artifacts import Cell, Claim, seeds
 from ..runs import Data, Method, Run
 
 __all__ = [
+    "Candidate",
     "Choice",
+    "Chosen",
     "Means",
-    "best_columns",
+    "Places",
+    "Settings",
     "changed",
+    "choices_of",
+    "choose",
+    "chosen_text",
     "columns_of",
+    "committed",
     "consistent",
     "grid",
     "held_out",
@@ -25,6 +35,7 @@ __all__ = [
     "resolved",
     "score",
     "setting_text",
+    "star",
     "toy_candidate",
     "toy_data",
     "toy_run",
@@ -109,35 +120,117 @@ def columns_of(means: Means, *rows: str) -> list[str]:
 
 # -- choices on held-out images ----------------------------------------------------------------------------------------
 
+Settings = Mapping[str, Any]  # {"lr": 0.1, "groups": 10}
+Places = Mapping[float, Settings]  # by where they were tried: a depth, a momentum
+Chosen = Mapping[str, Mapping[str, Places]]  # what each tuning artifact decided, by row
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting that is tried for a row of a table, somewhere: at a depth, with a momentum."""
+
+    row: str
+    at: float
+    settings: Settings
+    runs: tuple[Run, ...]  # trained without the held-out images and scored on them
+
+
+def star(rates: Sequence[float], rate: float, name: str, values: Sequence[float], value: float) -> list[Settings]:
+    """Candidates along two lines that cross: every rate with one value, and every value with one rate.
+
+    star((0.01, 0.1), 0.1, "groups", (4, 8), 8)       # lr 0.01 with 8 groups, 0.1 with 4, 0.1 with 8
+    """
+    return [{"lr": lr, name: v} for lr in rates for v in values if lr == rate or v == value]
+
+
+def choose(candidates: Iterable[Candidate], accuracy: Callable[[Run], float | None]) -> dict[str, Places]:
+    """The settings with the best held-out accuracy, by row and place: of the mean over runs.
+
+    `accuracy` is None for a run that has not ended, and NaN for one that diverged, which is worse than any other. Of
+    equal settings those with the smaller learning rate win. A row of which anything has not been run is left out.
+    """
+    tried: dict[str, dict[float, list[tuple[float, tuple[float, ...], Settings]]]] = {}
+    open_rows = set()
+    for candidate in candidates:
+        found = [accuracy(run) for run in candidate.runs]
+        known = [score(value) for value in found if value is not None]
+        if len(known) < len(found):
+            open_rows.add(candidate.row)
+            continue
+        size = (candidate.settings["lr"], *(v for name, v in candidate.settings.items() if name != "lr"))
+        places = tried.setdefault(candidate.row, {})
+        places.setdefault(candidate.at, []).append((-statistics.fmean(known), size, candidate.settings))
+    return {
+        row: {at: min(found, key=lambda one: one[:2])[2] for at, found in places.items()}
+        for row, places in tried.items()
+        if row not in open_rows
+    }
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting that the paper leaves to cross-validation: its value and what decided it.
+    """What is used where the paper cross-validates, by where it was tuned, and what decided it.
 
-    `chosen_on` names the artifact whose held-out accuracies were looked at, or says where else the value comes from;
-    "not yet" marks a provisional value.
+    `chosen_on` names the artifact whose held-out accuracies were looked at; None marks a provisional value.
     """
 
-    value: Mapping[Any, Any]
-    chosen_on: str = "not yet"
+    places: Places
+    chosen_on: str | None = None
 
     def __str__(self) -> str:
-        return f"{setting_text(self.value)} (chosen on: {self.chosen_on})"
+        """ "at 5, 11: lr 0.1 | at 19: lr 0.05" """
+        equal: dict[str, list[str]] = {}
+        for at, settings in self.places.items():
+            equal.setdefault(setting_text(settings), []).append(f"{at:g}")
+        return " | ".join(f"at {', '.join(where)}: {text}" for text, where in equal.items())
 
 
-def setting_text(settings: Mapping[Any, Any]) -> str:
-    """{"lr": 0.1, "groups": 10} as "lr 0.1, groups 10"; settings by depth or momentum one after the other."""
-    if all(isinstance(value, Mapping) for value in settings.values()):
-        return " | ".join(f"at {name}: {setting_text(value)}" for name, value in settings.items())
+def choices_of(tuning: str, chosen: Chosen, provisional: Mapping[str, Places]) -> dict[str, Choice]:
+    """Of each row what its tuning artifact decided or, while it has not, a provisional value."""
+    decided = chosen.get(tuning, {})
+    return {row: Choice(decided[row], tuning) if row in decided else Choice(p) for row, p in provisional.items()}
+
+
+def committed() -> Chosen:
+    """What `chosen.json` says, which `equinorm campaign --choose` writes from the tuning runs of a store."""
+    text = (files(__package__) / "chosen.json").read_text(encoding="utf-8")
+    return {
+        tuning: {row: {_number(at): settings for at, settings in places.items()} for row, places in rows.items()}
+        for tuning, rows in json.loads(text).items()
+    }
+
+
+def chosen_text(chosen: Chosen) -> str:
+    """The text of `chosen.json`: a line for each row and place."""
+    tunings = []
+    for tuning, rows in sorted(chosen.items()):
+        lines = []
+        for row, places in sorted(rows.items()):
+            inside = ", ".join(f"{json.dumps(f'{at:g}')}: {json.dumps(dict(s))}" for at, s in sorted(places.items()))
+            lines.append(f"    {json.dumps(row)}: {{{inside}}}")
+        tunings.append(f"  {json.dumps(tuning)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(tunings) + "\n}\n" if tunings else "{}\n"
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isdigit() else float(text)
+
+
+def setting_text(settings: Settings) -> str:
+    """{"lr": 0.1, "groups": 10} as "lr 0.1, groups 10"."""
     return ", ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
 def resolved(choices: Mapping[str, Choice]) -> str:
-    """The choices as text for a protocol: "GN at 11: lr 0.05, groups 10 (chosen on: not yet); ..."."""
-    return "; ".join(f"{name} {choice}" for name, choice in choices.items())
+    """The choices as text for a protocol: "chosen on stock2019/tuning-fc: GN at 11: lr 0.05, groups 10; ..."."""
+    by_source: dict[str, list[str]] = {}
+    for row, choice in choices.items():
+        source = f"chosen on {choice.chosen_on}" if choice.chosen_on else "provisional, not tuned yet"
+        by_source.setdefault(source, []).append(f"{row} {choice}")
+    return ". ".join(f"{source}: {'; '.join(texts)}" for source, texts in by_source.items())
 
 
-def nearest(by_number: Mapping[int, Any], number: int) -> Any:
+def nearest(by_number: Mapping[float, Any], number: float) -> Any:
     """The entry whose number is nearest, the smaller one if two are."""
     return by_number[min(by_number, key=lambda known: (abs(known - number), known))]
 
@@ -148,23 +241,17 @@ def held_out(run: Run, images: int, epochs: float | None = None) -> Run:
     return replace(run, data=data, epochs=run.epochs if epochs is None else epochs)
 
 
-def best_columns(means: Means) -> dict[str, str]:
-    """The column with the best mean of each row: what a tuning artifact decides."""
-    best: dict[str, str] = {}
-    for row, column in means:
-        if row not in best or score(means[row, column]) > score(means[row, best[row]]):
-            best[row] = column
-    return best
-
-
 def consistent(chosen: Mapping[str, str]) -> Claim:
     """The recipe uses what a tuning artifact found best. `chosen`: the column in use for each row."""
 
     def holds(means: Means) -> bool:
-        best = best_columns(means)
-        return all(best[row] == column for row, column in chosen.items())
+        # equal accuracies are no contradiction
+        return all(
+            score(means[row, column]) >= max(score(value) for (other, _), value in means.items() if other == row)
+            for row, column in chosen.items()
+        )
 
-    return Claim("The settings written in the recipe are those with the best held-out accuracy (ours)", holds)
+    return Claim("The settings that the recipe uses are those with the best held-out accuracy (ours)", holds)
 
 
 # -- toy size ----------------------------------------------------------------------------------------------------------

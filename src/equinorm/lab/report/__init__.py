@@ -17,7 +17,7 @@ from .. import UserError
 from ..artifacts import Artifact, all_artifacts
 from ..files import replacing
 from ..store import Record, Store
-from . import figures, markdown, page, style
+from . import figures, headline, markdown, page, style
 from .results import Result, evaluate
 from .wording import slug
 
@@ -67,8 +67,9 @@ def write(
                 drawings[result.artifact.name], places[result.artifact.name] = svg, paths[0]
         links = markdown.Links(out, places, scan.paths)
         damaged = {path: why.replace(f"{store.folder}/", "") for path, why in scan.damaged.items()}
-        _update(out / "README.md", markdown.report(results, links, damaged, toy).encode())
-        _update(out / "index.html", page.page(results, links, drawings, damaged, toy).encode())
+        costs = [] if toy else headline.costs(store.folder)
+        _update(out / "README.md", markdown.report(results, links, damaged, costs, toy).encode())
+        _update(out / "index.html", page.page(results, links, drawings, damaged, costs, toy).encode())
         if tensorboard:
             export(results, out / "tensorboard")
     return Written(out / "README.md", out / "index.html", results, scan.damaged)

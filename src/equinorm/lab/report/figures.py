@@ -25,7 +25,7 @@ from ...diagnostics.style import GREY, finish
 from ..store import Record
 from .results import Number, Result, metric_of
 from .style import Look, canvas, looks
-from .wording import value
+from .wording import metric_name, value
 
 __all__ = ["draw"]
 
@@ -79,7 +79,7 @@ def _axis_name(result: Result) -> str:
     artifact = result.artifact
     if not result.records:
         return artifact.unit
-    name = artifact.metric.replace("_", " ").replace(".", " ")
+    name = metric_name(artifact.metric.partition("@")[0])
     return f"{name} ({artifact.unit})" if artifact.unit else name
 
 
@@ -268,7 +268,8 @@ def _one_curve(axes: Any, number: Number, look: Look) -> None:
                           linewidth=0)  # fmt: skip
         paper = _paper(number)
         if paper is not None:
-            axes.plot([epochs[-1]], [paper], "D", color=look.colour, markersize=6, markerfacecolor="none",
+            at_epoch = float(metric.partition("@")[2] or epochs[-1])
+            axes.plot([at_epoch], [paper], "D", color=look.colour, markersize=6, markerfacecolor="none",
                       markeredgewidth=1.3, clip_on=False, zorder=5)  # fmt: skip
     for record in number.records:
         if record.status == "diverged":

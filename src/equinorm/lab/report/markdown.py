@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from . import wording
-from .results import Number, Result, gains
+from . import headline, wording
+from .results import Number, Result, choices, gains
 from .wording import MARKS, capital, slug
 
 __all__ = ["GAINS", "Links", "report", "section"]
@@ -40,9 +40,15 @@ class Links:
         return Path(os.path.relpath(path, self._out)).as_posix()
 
 
-def report(results: Sequence[Result], links: Links, damaged: Mapping[Path, str], toy: bool = False) -> str:
+def report(
+    results: Sequence[Result],
+    links: Links,
+    damaged: Mapping[Path, str],
+    costs: Sequence[headline.Cost] = (),
+    toy: bool = False,
+) -> str:
     """The whole file."""
-    parts = [_head(results, toy), _glances(results)]
+    parts = [_head(results, toy), _headline(results, costs), _glances(results, toy)]
     for paper in dict.fromkeys(result.paper for result in results):
         parts.append(f"## {paper}")
         parts += [section(result, links) for result in results if result.paper == paper]
@@ -57,14 +63,38 @@ def _head(results: Sequence[Result], toy: bool) -> str:
         return f"# TOY results: not measurements\n\n> **TOY.** {wording.TOY}\n\n{wording.summary(results)}"
     return (
         f"# Results\n\n{wording.summary(results)} Written by `equinorm report` from the logs in this folder; "
-        "[index.html](index.html) is the same as one page with a filter.\n\n"
-        f"{wording.LEGEND}"
+        "[index.html](index.html) is the same as one page with a filter."
     )
 
 
-def _glances(results: Sequence[Result]) -> str:
+def _headline(results: Sequence[Result], costs: Sequence[headline.Cost]) -> str:
+    """Settings × methods."""
+    lines = headline.lines(results)
+    if not lines:
+        return ""
+    rows = []
+    for line in lines:
+        name = line.setting.artifact
+        cells = [_headline_cell(line, method) for method in headline.METHODS]
+        rows.append((f"{_escape(line.setting.name)} [{name}](#{slug(name)})", _escape(line.verdict), *cells))
+    for cost in costs:
+        times = [f"{cost.times[m]:.2f}" if m in cost.times else "" for m in headline.METHODS]
+        rows.append((f"*{_escape(wording.cost_name(cost))}*", f"*{cost.unit} = 1*", *times))
+    parts = ["## Which method helps", wording.HEADLINE, _table(("where", "best", *headline.METHODS), rows)]
+    return "\n\n".join(parts if costs else [*parts, headline.COSTS_MISSING])
+
+
+def _headline_cell(line: headline.Line, method: str) -> str:
+    number = line.numbers.get(method)
+    if number is None:
+        return ""
+    ours, paper = wording.headline(number)
+    return (f"**{ours}**" if method == line.best else ours) + (f"<br>{paper}" if paper else "")
+
+
+def _glances(results: Sequence[Result], toy: bool) -> str:
     run = wording.glances(results)
-    lines = ["## At a glance"]
+    lines = ["## Every table and figure", *[wording.LEGEND] * (not toy)]
     if run:
         rows = [
             (
@@ -114,6 +144,8 @@ def section(result: Result, links: Links) -> str:
     if result.claims and result.was_run:
         rows = [(f"{MARKS[c.verdict]} {c.verdict}".strip(), _escape(c.text), _escape(c.note)) for c in result.claims]
         parts.append(_table(("claim of the paper", "", ""), rows))
+    if found := choices(result):
+        parts.append(_table(wording.CHOICE, [tuple(map(_escape, wording.choice(one))) for one in found]))
     if result.was_run and result.numbers:
         parts.append(_numbers(result, links))
     parts.append(_rerun(result, links))

@@ -11,9 +11,9 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from . import wording
+from . import headline, wording
 from .markdown import GAINS, Links
-from .results import VERDICTS, Number, Result, Verdict, gains
+from .results import VERDICTS, Number, Result, Verdict, choices, gains
 from .wording import MARKS, capital, slug
 
 __all__ = ["page"]
@@ -33,6 +33,7 @@ def page(
     links: Links,
     drawings: Mapping[str, str],
     damaged: Mapping[Path, str],
+    costs: Sequence[headline.Cost] = (),
     toy: bool = False,
 ) -> str:
     """The whole page; `drawings` holds the SVG of each artifact that has one."""
@@ -41,9 +42,7 @@ def page(
     if toy:
         body.append(f'<p class="banner">TOY. {wording.TOY}</p>')
     body.append(f"<p>{escape(wording.summary(results))}</p>")
-    if not toy:
-        body.append(f'<p class="soft">{escape(wording.LEGEND)}</p>')
-    body += [_glances(results), _form(results)]
+    body += [_headline(results, costs), _glances(results, toy), _form(results)]
     for paper in dict.fromkeys(result.paper for result in results):
         body.append(f'<h2 data-paper="{escape(paper)}">{escape(paper)}</h2>')
         body += [_section(r, links, drawings.get(r.artifact.name)) for r in results if r.paper == paper]
@@ -90,7 +89,38 @@ def _form(results: Sequence[Result]) -> str:
     )
 
 
-def _glances(results: Sequence[Result]) -> str:
+def _headline(results: Sequence[Result], costs: Sequence[headline.Cost]) -> str:
+    """Settings × methods."""
+    lines = headline.lines(results)
+    if not lines:
+        return ""
+    rows = []
+    for line in lines:
+        name = line.setting.artifact
+        cells = "".join(_headline_cell(line, method) for method in headline.METHODS)
+        where = f'{escape(line.setting.name)} <a href="#{slug(name)}">{escape(name)}</a>'
+        rows.append(f"<tr><td>{where}</td><td>{escape(line.verdict)}</td>{cells}</tr>")
+    for cost in costs:
+        times = (f"{cost.times[m]:.2f}" if m in cost.times else "" for m in headline.METHODS)
+        cells = "".join(f"<td>{time}</td>" for time in times)
+        name = escape(wording.cost_name(cost))
+        rows.append(f'<tr><td class="soft">{name}</td><td class="soft">{escape(cost.unit)} = 1</td>{cells}</tr>')
+    parts = ["<h2>Which method helps</h2>", f'<p class="soft">{_text(wording.HEADLINE)}</p>']
+    parts.append(_table(("where", "best", *headline.METHODS), rows, "headline"))
+    return "\n".join(parts if costs else [*parts, f'<p class="soft">{_text(headline.COSTS_MISSING)}</p>'])
+
+
+def _headline_cell(line: headline.Line, method: str) -> str:
+    number = line.numbers.get(method)
+    if number is None:
+        return "<td></td>"
+    ours, paper = wording.headline(number)
+    text = f"<b>{escape(ours)}</b>" if method == line.best else escape(ours)
+    below = f"<small>{escape(paper)}</small>" if paper else ""
+    return f'<td class="{slug_of(number.verdict)}">{text}{below}</td>'
+
+
+def _glances(results: Sequence[Result], toy: bool) -> str:
     rows = []
     for g in wording.glances(results):
         artifact, verdict = g.result.artifact, g.result.verdict
@@ -101,7 +131,9 @@ def _glances(results: Sequence[Result]) -> str:
             f"<td>{escape(g.cost)}</td>"
             f'<td class="{slug_of(verdict)}">{escape(f"{MARKS[verdict]} {wording.counts(g.result)}".strip())}</td></tr>'
         )
-    parts = ["<h2>At a glance</h2>"]
+    parts = ["<h2>Every table and figure</h2>"]
+    if not toy:
+        parts.append(f'<p class="soft">{escape(wording.LEGEND)}</p>')
     if rows:
         parts.append(_table(("where", "best method", *GAINS, "cost", "outcome"), rows))
     every = [(row, result, both) for result in results for row, both in gains(result).items()]
@@ -148,6 +180,9 @@ def _section(result: Result, links: Links, drawing: str | None) -> str:
             for c in result.claims
         ]
         parts.append(_table(("claim of the paper", "", ""), rows))
+    if found := choices(result):
+        cells = ("".join(f"<td>{escape(text)}</td>" for text in wording.choice(one)) for one in found)
+        parts.append(_table(wording.CHOICE, (f"<tr>{row}</tr>" for row in cells)))
     if result.was_run and result.numbers:
         parts.append(_numbers(result, links))
     return "\n".join([*parts, _rerun(result, links), "</section>"])

@@ -23,16 +23,32 @@ from typing import Any, Literal
 from ..artifacts import Artifact, Cell
 from ..store import Computed, Record
 
-__all__ = ["VERDICTS", "Gain", "Gains", "Judged", "Number", "Result", "Verdict", "evaluate", "gains", "metric_of"]
+__all__ = [
+    "VERDICTS",
+    "Chosen",
+    "Gain",
+    "Gains",
+    "Judged",
+    "Number",
+    "Result",
+    "Verdict",
+    "choices",
+    "evaluate",
+    "gains",
+    "metric_of",
+]
 
 Verdict = Literal["reproduced", "in part", "not reproduced", "not run", "measured", "toy"]
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "in part", "not reproduced", "not run", "measured", "toy")
 
 
 def metric_of(values: Mapping[str, Any], metric: str) -> float | None:
-    """A metric by name, or by path ("filters.mean"); None if it is missing or not a finite number."""
+    """A metric by name, or by path ("filters.mean"); None if it is missing or not a finite number.
+
+    "filters.mean@100" is what an artifact compares at epoch 100 and not at the end; here it is "filters.mean".
+    """
     found: Any = values
-    for part in metric.split("."):
+    for part in metric.partition("@")[0].split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
         return None
@@ -129,6 +145,10 @@ class Number:
 
 
 def _final(record: Record, metric: str) -> float | None:
+    """The number that an artifact compares: at the end or, with "@100", at epoch 100, or at the last one before it."""
+    if last := metric.partition("@")[2]:
+        until = [metric_of(epoch, metric) for epoch in record.epochs if epoch["epoch"] <= int(last)]
+        return until[-1] if until else None
     value = metric_of(record.final, metric)
     if value is None and record.epochs:
         value = metric_of(record.epochs[-1], metric)
@@ -274,6 +294,36 @@ def _evidence(seen: Any) -> str:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         notes.append(f"diverged: {'; '.join(lost[:3])}{more}")
     return ". ".join(notes)
+
+
+# -- what held-out images decide ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A row of an artifact that chooses: its best candidate, and the one after it."""
+
+    row: str
+    best: Number
+    second: Number | None
+    tried: int
+    wanted: int
+
+
+def choices(result: Result) -> list[Chosen]:
+    """Of an artifact whose runs are scored on held-out images: what they choose in each row; of others, nothing."""
+    runs = [run for number in result.numbers for run in number.cell.runs]
+    if result.toy or not runs or any(run.data.evaluate != "held_out" for run in runs):
+        return []
+    found = []
+    for row in result.rows:
+        own = [number for number in result.numbers if number.cell.row == row]
+        tried = [number for number in own if number.was_run]
+        ranked = sorted((n for n in tried if n.values and not n.diverged), key=lambda n: -n.value)  # stable
+        if ranked:
+            second = ranked[1] if len(ranked) > 1 else None
+            found.append(Chosen(row, ranked[0], second, len(tried), len(own)))
+    return found
 
 
 # -- which method helps, and at what cost ------------------------------------------------------------------------------

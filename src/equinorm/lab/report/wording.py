@@ -8,11 +8,17 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..store import Record
-from .results import Gain, Gains, Number, Result, Verdict, gains, time_of
+from .results import Chosen, Gain, Gains, Number, Result, Verdict, gains, time_of
+
+if TYPE_CHECKING:
+    from .headline import Cost
 
 __all__ = [
+    "CHOICE",
+    "HEADLINE",
     "LEGEND",
     "MARKS",
     "NONE",
@@ -21,13 +27,17 @@ __all__ = [
     "Provenance",
     "capital",
     "caption",
+    "choice",
+    "cost_name",
     "counts",
     "difference",
     "duration",
     "gain",
     "glance",
     "glances",
+    "headline",
     "measured",
+    "metric_name",
     "n",
     "paper",
     "provenance",
@@ -56,6 +66,13 @@ LEGEND = (
     "table or figure, and the range; those within the spread of the runs mean little. Costs are the median time of a "
     "run on its device; of runs that shared it, their part."
 )
+HEADLINE = (
+    "Test accuracy on CIFAR-10 in %, mean ± standard deviation or median and interquartile range (IQR), and what the "
+    "paper prints, where it prints a number. The best of a line is bold; a difference is «within the spread» if it is "
+    "less than two standard errors. MSR is mean shift rejection. An empty cell: not in the paper. The last lines are "
+    "what a method costs: the time of a training step."
+)
+CHOICE = ("chosen for", "setting", "held-out accuracy", "next best", "candidates run")
 TOY = (
     "Every run here was shrunk to seconds on the embedded digits, to show that the code runs. No number here says "
     "anything about a method."
@@ -123,7 +140,10 @@ def paper(number: Number) -> str:
     large = cell.paper == int(cell.paper) and abs(cell.paper) >= 1e5
     text = f"{int(cell.paper):,}" if large else f"{cell.paper:.6g}"
     text = text.replace("-", _MINUS)
-    return text if cell.paper_spread is None else f"{text} ± {cell.paper_spread:g}"
+    if cell.paper_spread is None:
+        return text
+    quartiles = number.artifact.band == "quartiles"  # there a spread is the distance between them
+    return f"{text} (IQR {cell.paper_spread:g})" if quartiles else f"{text} ± {cell.paper_spread:g}"
 
 
 def difference(number: Number) -> str:
@@ -140,7 +160,12 @@ def caption(result: Result) -> str:
         return f"Computed{f', in {artifact.unit}' if artifact.unit else ''}"
     unit = f" in {artifact.unit}" if artifact.unit else ""
     middle = "median [quartiles]" if artifact.band == "quartiles" else "mean ± standard deviation"
-    return capital(f"{re.sub('[_.]', ' ', artifact.metric)}{unit}, {middle}")
+    return capital(f"{metric_name(artifact.metric)}{unit}, {middle}")
+
+
+def metric_name(metric: str) -> str:
+    """ "filters.mean@100" as "filters mean at epoch 100"."""
+    return re.sub("[_.]", " ", metric).replace("@", " at epoch ")
 
 
 def capital(text: str) -> str:
@@ -172,6 +197,27 @@ def counts(result: Result) -> str:
 
 
 # -- which method helps ------------------------------------------------------------------------------------------------
+
+
+def headline(number: Number) -> tuple[str, str]:
+    """A cell of the first table: ("94.10 ± 0.12", "n 5, paper 94.03 ✓")."""
+    ours, parts = measured(number), [f"n {n(number)}"] * number.was_run
+    if number.low_high is not None and number.artifact.band == "quartiles":
+        low, high = number.low_high
+        ours, parts = value(number.value, number.artifact.unit), [f"IQR {value(high - low, '%')}", *parts]
+    if number.cell.paper is not None:
+        parts.append(f"paper {number.cell.paper:.6g} {MARKS[number.verdict]}".strip())
+    return ours, ", ".join(parts)
+
+
+def cost_name(cost: Cost) -> str:
+    return f"time of a step, {cost.network}, {cost.hardware}"
+
+
+def choice(found: Chosen) -> tuple[str, str, str, str, str]:
+    """A line of the table that a choice was made from."""
+    second = NONE if found.second is None else f"{measured(found.second)}: {found.second.cell.column}"
+    return found.row, found.best.cell.column, measured(found.best), second, f"{found.tried} of {found.wanted}"
 
 
 def gain(found: Gain | None) -> str:

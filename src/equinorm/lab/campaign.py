@@ -1,0 +1,422 @@
+"""The campaign: the papers' headlines on CIFAR-10, cheap and decisive first, in sittings of limited time.
+
+The list below says what is wanted, in order. A sitting trains what the store does not have and what it can finish; the
+results add up in the store, wherever they were made.
+
+    print(table(standing(Store("results"))))                                  # what is done and what is left
+    work(Store("results"), minutes=9.5, sitting=25, data_dir=Path("data"))    # needs torch, numpy and Pillow
+    write_chosen(Store("results"))                                            # what the tuning runs say is best
+
+Items that wait for a tuning are made with what its runs in the store decided, so that one command can tune and go on.
+`equinorm campaign --choose` then writes the decision into the recipe's `chosen.json`, for everyone else.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import UserError
+from .artifacts import Artifact, all_artifacts
+from .files import write_text
+from .recipes import ruff2020, stock2019
+from .recipes.common import Chosen, choose, chosen_text, committed
+from .runs import Run
+from .store import Record, Store
+from .trainer import Outcome, load_checkpoint, train_all
+
+__all__ = [
+    "CHOSEN",
+    "ITEMS",
+    "Estimate",
+    "Item",
+    "Sitting",
+    "Speeds",
+    "Standing",
+    "decide",
+    "named",
+    "plan",
+    "standing",
+    "table",
+    "work",
+    "write_chosen",
+]
+
+CHOSEN = Path(stock2019.__file__).with_name("chosen.json")
+Records = Mapping[str, Record]  # by the key of their run
+
+# -- what is wanted ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Item:
+    """Some cells of an artifact, each with so many seeds."""
+
+    name: str
+    artifact: str
+    rows: tuple[str, ...] = ()  # none named: all
+    columns: tuple[str, ...] = ()
+    n: int | None = None  # seeds of each cell; None: all that the recipe has
+    after: str = ""  # the item that decides the settings of this one
+    note: str = ""
+
+    def runs(self, artifacts: Mapping[str, Artifact], toy: bool = False) -> tuple[Run, ...]:
+        """Its runs, the first seed of every cell before the second, so that a cut leaves a balanced grid."""
+        part = artifacts[self.artifact].part(self.rows, self.columns)
+        part = replace(part, cells=tuple(replace(cell, runs=cell.runs[: self.n]) for cell in part.cells))
+        return (part.toy() if toy else part).runs()
+
+
+EXPLICIT, IMPLICIT = stock2019.NV_ROWS[:5], stock2019.NV_ROWS[5:]
+HEADLINES = (ruff2020.BEST, ruff2020.BN, ruff2020.Z98, ruff2020.SILENT)
+OTHERS = tuple(row.name for row in ruff2020.ROWS if row.name not in HEADLINES)
+
+ITEMS = (
+    Item("tuning-fc", stock2019.FC_TUNING, note="learning rates, groups and penalties for figures 4, 8 and 10"),
+    Item("figure4", "stock2019/figure4", n=3, after="tuning-fc", note="deep MLPs, nine methods"),
+    Item("figure8", "stock2019/figure8", n=3, after="tuning-fc", note="the same, implicit ENorm"),
+    Item("figure10", "stock2019/figure10", n=3, after="tuning-fc", note="the norm in training"),
+    Item("repro-figure2", "repro2019/figure2", n=5, note="deep MLPs as repro2019 has them"),
+    Item("repro-figure3", "repro2019/figure3", n=5, note="the same with biases"),
+    Item("tuning-nv", stock2019.NV_TUNING, rows=stock2019.nv_tuning_rows(EXPLICIT), note="for tables 2 and 3"),
+    Item("table3-128", "stock2019/table3", columns=("128",), n=3, after="tuning-nv", note="momentum, batch 128"),
+    Item("table3-32", "stock2019/table3", columns=("32",), n=1, after="tuning-nv", note="momentum, batch 32"),
+    Item("table2-128", "stock2019/table2", columns=("128",), n=1, after="tuning-nv", note="no momentum, batch 128"),
+    Item("table2-32", "stock2019/table2", columns=("32",), n=1, after="tuning-nv", note="no momentum, batch 32"),
+    Item("table3-8", "stock2019/table3", columns=("8",), n=1, after="tuning-nv", note="momentum, batch 8"),
+    Item("defazio-figure3", "defazio2018/figure3", note="WRN, 30 epochs: BN and EquiNorm n = 5, GN n = 2"),
+    Item("ruff-headlines", "ruff2020/table1", rows=HEADLINES, n=2, note="ResNet-110, the four first rows"),
+    Item("tuning-nv-implicit", stock2019.NV_TUNING, rows=stock2019.nv_tuning_rows(IMPLICIT), note="for tables 5 and 6"),
+    Item("table6-128", "stock2019/table6", IMPLICIT, ("128",), n=1, after="tuning-nv-implicit", note="implicit ENorm"),
+    Item("table5-128", "stock2019/table5", IMPLICIT, ("128",), n=1, after="tuning-nv-implicit", note="no momentum"),
+    Item("defazio-figure2", "defazio2018/figure2", note="WRN, 300 epochs, and the quarter-batch claim"),
+    Item("ruff-others", "ruff2020/table1", rows=OTHERS, n=1, note="the other rows of table 1"),
+    Item("ruff-variants", "ruff2020/variants", note="what ruff2020 leaves open, one thing at a time"),
+)
+
+
+def named(names: Iterable[str]) -> tuple[Item, ...]:
+    """Items by name, or by the name of their artifact or paper; none named: all."""
+    names = tuple(names)
+    for name in names:
+        if not any(_matches(item, name) for item in ITEMS):
+            raise UserError(f"the campaign has no item {name!r}. It has {', '.join(item.name for item in ITEMS)}")
+    return tuple(item for item in ITEMS if not names or any(_matches(item, name) for name in names))
+
+
+def _matches(item: Item, name: str) -> bool:
+    return name in (item.name, item.artifact, item.artifact.split("/")[0])
+
+
+# -- what the tunings decide -------------------------------------------------------------------------------------------
+
+
+def decide(store: Store | Records, toy: bool = False) -> Chosen:
+    """What the tuning runs in a store decide and, where some of them are missing, what `chosen.json` says."""
+    records = store.scan().records if isinstance(store, Store) else store
+    before = committed()
+    found: dict[str, Any] = {}
+    for name, candidates in stock2019.TUNINGS.items():
+        shrink = all_artifacts()[name].shrink if toy else None
+        rows = {**before.get(name, {}), **choose(candidates, partial(_accuracy, records, shrink))}
+        if rows:
+            found[name] = rows
+    return found
+
+
+def _accuracy(records: Records, shrink: Callable[[Run], Run] | None, run: Run) -> float | None:
+    record = records.get((shrink(run) if shrink else run).key)
+    if record is None:
+        return None
+    return float(record.final["test_accuracy"]) if record.status == "finished" else math.nan
+
+
+def write_chosen(store: Store, path: Path = CHOSEN) -> bool:
+    """Write what the tuning runs decide into the recipe; whether that changed it."""
+    text = chosen_text(decide(store))
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}. It should read\n{text}") from error
+    return True
+
+
+# -- how long it takes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds that a run takes by itself, and what each of very many side by side would take of the device.
+
+    In between, one of k takes floor + (alone - floor) / k. On an H200 that is within a fifth of what was measured for
+    a fully connected net, a wide ResNet and ResNet-110, with 1, 4 and 8 at once.
+    """
+
+    alone: float
+    floor: float
+
+    def of(self, k: int) -> float:
+        """Its part of the device, one of k at once."""
+        return self.floor + (self.alone - self.floor) / k
+
+
+# Seconds per step on an H200 as (alone, floor), with the batch they belong to. Measured, but for CIFAR-NV, which is
+# counted from its operations. They serve until the store has runs of the same kind.
+STEP = {
+    "fc": (9.0e-4, 1.6e-4, 256),
+    "cifar_nv": (2.2e-3, 1.5e-3, 128),
+    "wrn_20_96": (5.2e-3, 4.0e-3, 128),
+    "resnet110": (6.0e-3, 1.9e-3, 128),
+}
+UNKNOWN = (1.0e-2, 5.0e-3, 128)
+SMALLEST = 0.35  # a step with very few images takes this part of one with a usual batch: it is bound by latency
+SET_UP = 0.5  # seconds to build, trace and capture a run
+IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 604_388, "imagenet": 1_281_167, "digits": 1_437}
+TOY = Estimate(1.0, 1.0)
+
+
+def steps(run: Run) -> float:
+    """Optimizer steps of a run."""
+    images = run.data.train or IMAGES.get(run.data.name, 50_000)
+    return run.epochs * math.ceil((images - run.data.held_out) / run.batch)
+
+
+class Speeds:
+    """Estimates from the runs that a store holds, and from a table where it holds none of the kind."""
+
+    def __init__(self, records: Iterable[Record] = (), hardware: str | None = None) -> None:
+        """`hardware`: the runs of which device count, by the beginning of its name; None: of any GPU."""
+        self._floors: dict[Any, list[float]] = {}
+        for record in records:
+            seconds, device = record.final.get("seconds"), str(record.about.get("hardware", ""))
+            fits = device.startswith(hardware) if hardware is not None else not device.startswith("CPU")
+            if record.status == "finished" and seconds and fits:
+                k, times = int(record.about.get("side_by_side", 1)), _alone_to_floor(record.run)
+                floor = seconds / k / (1 + (times - 1) / k) / steps(record.run) / _size(record.run)
+                for kind in _kinds(record.run):
+                    self._floors.setdefault(kind, []).append(floor)
+
+    def __call__(self, run: Run) -> Estimate:
+        if run.data.name == "digits":
+            return TOY
+        for kind in _kinds(run):
+            if kind in self._floors:
+                floor = statistics.median(self._floors[kind]) * steps(run) * _size(run)
+                return Estimate(floor * _alone_to_floor(run) + SET_UP, floor + SET_UP)
+        alone, floor, batch = STEP.get(run.model.name, UNKNOWN)
+        times = steps(run) * _size(run) * max(run.batch / batch, SMALLEST)
+        return Estimate(alone * times + SET_UP, floor * times + SET_UP)
+
+
+def _kinds(run: Run) -> Iterator[tuple[Any, ...]]:
+    """What makes two runs equally fast: first the same in all, then the same network and batch."""
+    same = (run.model.name, run.batch, run.precision)
+    options = run.model.options
+    yield (*same, options.get("hidden"), options.get("norm"), run.method.name, run.data.mixup > 0)
+    yield (*same, options.get("norm"), run.method.name)
+    yield same
+
+
+def _size(run: Run) -> float:
+    """How much longer a step takes than in the largest net of its name: fully connected nets go by their depth."""
+    return (run.model.options["hidden"] + 2) / 21 if "hidden" in run.model.options else 1.0
+
+
+def _alone_to_floor(run: Run) -> float:
+    alone, floor, _ = STEP.get(run.model.name, UNKNOWN)
+    return alone / floor
+
+
+# -- what is done, and what fits ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """An item, what it wants and what of it is missing."""
+
+    item: Item
+    wanted: tuple[Run, ...]
+    missing: tuple[Run, ...]
+    seconds: float  # of the device, for what is missing here and in no item before
+    waits: bool = False  # for the item that decides its settings; what it wants is not final
+
+
+def standing(
+    store: Store | Records,
+    items: Sequence[Item] = ITEMS,
+    *,
+    toy: bool = False,
+    speeds: Speeds | None = None,
+    side_by_side: int = 8,
+) -> list[Standing]:
+    """How far each item is."""
+    records = store.scan().records if isinstance(store, Store) else store
+    speeds = Speeds(records.values()) if speeds is None else speeds
+    artifacts = {**all_artifacts(), **{a.name: a for a in stock2019.artifacts(decide(records, toy))}}
+    by_name = {item.name: item for item in ITEMS}
+    found: list[Standing] = []
+    seen: set[str] = set()
+    for item in items:
+        wanted = item.runs(artifacts, toy)
+        missing = tuple(run for run in wanted if run.key not in records)
+        first = by_name[item.after].runs(artifacts, toy) if item.after else ()
+        waits = any(run.key not in records for run in first)
+        seconds = sum(speeds(run).of(side_by_side) for run in missing if run.key not in seen)
+        found.append(Standing(item, wanted, missing, seconds, waits))
+        seen |= {run.key for run in missing}
+    return found
+
+
+def table(standings: Sequence[Standing]) -> str:
+    """The list as text: item, runs done and wanted, minutes left."""
+    lines = [("item", "artifact", "done", "minutes left", "")]
+    for s in standings:
+        note = f"{s.item.note} (after {s.item.after})" if s.waits else s.item.note
+        done = f"{len(s.wanted) - len(s.missing)}/{len(s.wanted)}"
+        lines.append((s.item.name, s.item.artifact, done, _minutes(s.seconds), note))
+    wanted, missing = ({run.key for s in standings for run in getattr(s, name)} for name in ("wanted", "missing"))
+    total = _minutes(sum(s.seconds for s in standings))
+    lines.append(("all", "", f"{len(wanted) - len(missing)}/{len(wanted)}", total, "each run counted once"))
+    a, b, c, d = (max(len(line[i]) for line in lines) for i in range(4))
+    return "\n".join(
+        f"{item:<{a}}  {artifact:<{b}}  {done:>{c}}  {minutes:>{d}}  {note}".rstrip()
+        for item, artifact, done, minutes, note in lines
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return "-" if not seconds else f"{seconds / 60:.1f}"
+
+
+MARGIN = 1.1  # estimates are off by some
+
+
+def plan(
+    runs: Iterable[Run],
+    seconds: float,
+    estimate: Callable[[Run], Estimate],
+    side_by_side: int = 8,
+    begun: Mapping[str, float] | None = None,
+) -> list[Run]:
+    """Which of the runs, in order, can be finished side by side in so many seconds.
+
+    A run that does not fit is passed over, and a smaller one behind it may take its place. `begun`: the part that is
+    done of runs with a checkpoint, by key; they go first, and always: they can be resumed here and nowhere else.
+    """
+    begun = begun or {}
+    chosen: list[Run] = []
+    floor = extra = longest = 0.0
+    for run in sorted({run.key: run for run in runs}.values(), key=lambda run: run.key not in begun):
+        one, left = estimate(run), 1 - begun.get(run.key, 0.0)
+        least, more = floor + left * one.floor, extra + left * (one.alone - one.floor)
+        slowest = max(longest, left * one.alone)
+        whole = max(slowest, least + more / min(len(chosen) + 1, side_by_side))
+        if run.key in begun or MARGIN * whole <= seconds:
+            chosen.append(run)
+            floor, extra, longest = least, more, slowest
+    return chosen
+
+
+# -- a sitting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sitting:
+    """What `work` did."""
+
+    trained: list[Record] = field(default_factory=list)
+    unfinished: list[Run] = field(default_factory=list)  # in progress, or not begun, when time was up
+    interrupted: bool = False
+    left: list[Standing] = field(default_factory=list)
+    waiting: list[Item] = field(default_factory=list)  # items whose settings are not decided yet
+
+    def sentence(self) -> str:
+        diverged = sum(record.status == "diverged" for record in self.trained)
+        parts = [f"{len(self.trained)} runs trained" + (f", {diverged} of them diverged" if diverged else "")]
+        if self.unfinished:
+            parts.append(f"{len(self.unfinished)} in progress or not begun: the same command goes on")
+        missing = len({run.key for s in self.left for run in s.missing})
+        parts.append(
+            f"{missing} left, about {sum(s.seconds for s in self.left) / 60:.0f} minutes" if missing else "done"
+        )
+        for first in dict.fromkeys(item.after for item in self.waiting):
+            names = ", ".join(item.name for item in self.waiting if item.after == first)
+            parts.append(f"{names} {'waits' if ', ' not in names else 'wait'} for {first}")
+        return "; ".join(parts) + "."
+
+
+def work(
+    store: Store,
+    items: Sequence[Item] = ITEMS,
+    *,
+    minutes: float = math.inf,
+    sitting: float | None = None,
+    toy: bool = False,
+    data_dir: Path | None = None,
+    device: str | None = None,
+    side_by_side: int | None = None,
+    train: Callable[..., Outcome] = train_all,
+    say: Callable[[str], None] = print,
+) -> Sitting:
+    """Train what is missing and can be finished, in order.
+
+    After `minutes` what is in progress is saved, and the same command goes on with it. `sitting`: minutes until this
+    disk is lost, where that is later; only what fits into them is begun. `train` does the work, as `train_all` does.
+    """
+    start = time.monotonic()
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    hardware = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
+    width = side_by_side or (8 if where.type == "cuda" else 1)
+    done = Sitting()
+    while True:
+        gone = time.monotonic() - start
+        records = store.scan().records
+        speeds = Speeds(records.values(), hardware)
+        found = standing(records, items, toy=toy, speeds=speeds, side_by_side=width)
+        left = 60 * (minutes if sitting is None else max(minutes, sitting)) - gone
+        todo = _round(found, store, left, speeds, width)
+        done.left, done.waiting = found, [s.item for s in found if s.waits and s.missing]
+        if not todo or gone >= 60 * minutes:
+            return done
+        share = sum(speeds(run).of(min(width, len(todo))) for run in todo) / 60
+        say(f"{len(todo)} runs of {', '.join(_of(found, todo))}: about {share:.1f} minutes")
+        one = train(
+            todo, store, data_dir=data_dir, device=device, side_by_side=side_by_side, minutes=minutes - gone / 60
+        )
+        done.trained += one.trained
+        done.unfinished, done.interrupted = one.unfinished, one.interrupted
+        if one.interrupted or not one.trained:
+            done.left = standing(store, items, toy=toy, side_by_side=width)
+            return done
+
+
+def _round(found: Sequence[Standing], store: Store, seconds: float, speeds: Speeds, width: int) -> list[Run]:
+    """What to train next: what comes before the first item that waits or, if none of that fits, whatever does."""
+    for several in (takewhile(lambda s: not s.waits, found), found):
+        missing = {run.key: run for s in several if not s.waits for run in s.missing}
+        begun = {key: part for key, run in missing.items() if (part := _part_done(store, run)) is not None}
+        if todo := plan(missing.values(), seconds, speeds, width, begun):
+            return todo
+    return []
+
+
+def _part_done(store: Store, run: Run) -> float | None:
+    """How much of a run its checkpoint holds; None if there is none."""
+    state = load_checkpoint(store.checkpoint(run))
+    return None if state is None else min(1.0, state["training"]["done"] / steps(run))
+
+
+def _of(found: Sequence[Standing], todo: Sequence[Run]) -> list[str]:
+    keys = {run.key for run in todo}
+    return [s.item.name for s in found if any(run.key in keys for run in s.missing)]

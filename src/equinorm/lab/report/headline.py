@@ -1,0 +1,188 @@
+"""The first table of the report: which method helps, where, by how much, at what cost.
+
+A line for each setting that the papers argue with, a column for each method, from the results of the artifacts that
+hold them; and lines for the cost of a training step, from what `equinorm bench` has measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..recipes import defazio2018, ruff2020
+from .results import Number, Result
+from .wording import signed
+
+__all__ = ["COSTS_MISSING", "METHODS", "Cost", "Line", "Setting", "costs", "lines"]
+
+NO_NORM, BATCH_NORM = "no norm", "BatchNorm"
+METHODS = (NO_NORM, BATCH_NORM, "GroupNorm", "ENorm", "ENorm + BN", "EquiNorm", "MSR")
+COSTS_MISSING = "Costs have not been measured on a GPU yet: `equinorm bench steps lab` does it."
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A network and how it is trained: a column of an artifact, and which of its rows stands for which method."""
+
+    name: str
+    artifact: str
+    column: str
+    rows: Mapping[str, str]
+
+
+_TABLE_3 = {NO_NORM: "Baseline", BATCH_NORM: "BN", "GroupNorm": "GN", "ENorm": "ENorm-1"}
+SETTINGS = (
+    Setting(
+        "MLP with 19 hidden layers, Xavier init (ENorm: c = 1.2)",
+        "stock2019/figure4",
+        "19",
+        {**_TABLE_3, "ENorm": "ENorm-1.2", "ENorm + BN": "ENorm-1.2 + BN"},
+    ),
+    Setting(
+        "the same, He init",
+        "repro2019/figure2",
+        "19",
+        {NO_NORM: "Baseline", BATCH_NORM: "BN", "ENorm": "ENorm", "ENorm + BN": "ENorm + BN"},
+    ),
+    Setting("CIFAR-NV, batch 8, momentum (ENorm: c = 1)", "stock2019/table3", "8", _TABLE_3),
+    Setting("the same, batch 128", "stock2019/table3", "128", _TABLE_3),
+    Setting(
+        "WRN-20-96, 30 epochs, manifold mixup",
+        "defazio2018/figure3",
+        "CIFAR-10",
+        {BATCH_NORM: "BN", "GroupNorm": "GN", "EquiNorm": "EquiNorm"},
+    ),
+    Setting(
+        "the same, 300 epochs, no mixup (EquiNorm: a quarter of the batch)",
+        "defazio2018/quarter",
+        "CIFAR-10",
+        {BATCH_NORM: "BN", "EquiNorm": defazio2018.QUARTER},
+    ),
+    Setting(
+        "ResNet-110, 200 epochs (MSR: lr 0.4, zmg 0.85, noise 0.1)",
+        "ruff2020/table1",
+        ruff2020.DATA,
+        {BATCH_NORM: ruff2020.BN, "MSR": ruff2020.BEST},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A setting with its numbers by method; methods that the paper does not have there are missing."""
+
+    setting: Setting
+    numbers: Mapping[str, Number]
+
+    @property
+    def ranking(self) -> list[str]:
+        """The methods that were run and did not diverge, the best first."""
+        values = {method: number.value for method, number in self.numbers.items() if number.values}
+        return sorted(values, key=lambda method: -values[method])
+
+    @property
+    def best(self) -> str | None:
+        """The method with the highest accuracy, if there are two to compare."""
+        return self.ranking[0] if len(self.ranking) > 1 else None
+
+    @property
+    def verdict(self) -> str:
+        """ "ENorm: +2.31 on no norm; +0.40 on BatchNorm (within the spread)"; empty if there is nothing to compare."""
+        best = self.best
+        if best is None:
+            return ""
+        run = [name for name in (NO_NORM, BATCH_NORM) if name in self.numbers and self.numbers[name].was_run]
+        others = [name for name in run if name != best]
+        if best == BATCH_NORM or not others:
+            others.append(self.ranking[1])
+        return f"{best}: {'; '.join(self._over(best, name) for name in dict.fromkeys(others))}"
+
+    def _over(self, best: str, name: str) -> str:
+        top, other = self.numbers[best], self.numbers[name]
+        if not other.values:
+            return f"{name} diverges"
+        return f"{signed(top.value - other.value)} on {name}{_caution(top, other)}"
+
+
+def _caution(a: Number, b: Number) -> str:
+    """What to think of the difference of two numbers: if it is less than two standard errors, or of single runs."""
+    if min(a.n, b.n) < 2:
+        return " (single runs)"
+    error = math.sqrt(statistics.variance(a.values) / a.n + statistics.variance(b.values) / b.n)
+    return "" if abs(a.value - b.value) > 2 * error else " (within the spread)"
+
+
+def lines(results: Iterable[Result], settings: Sequence[Setting] = SETTINGS) -> list[Line]:
+    """The settings whose artifacts are among the results. Toy runs say nothing about methods: none of them."""
+    by_name = {result.artifact.name: result for result in results if not result.toy}
+    found = []
+    for setting in settings:
+        if (result := by_name.get(setting.artifact)) is not None:
+            cells = {method: result.by_cell[row, setting.column] for method, row in setting.rows.items()}
+            found.append(Line(setting, cells))
+    return found
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+_VARIANTS = {
+    "": NO_NORM,
+    "no norm": NO_NORM,
+    "BN": BATCH_NORM,
+    "GN": "GroupNorm",
+    "ENorm": "ENorm",
+    "ENorm-1.2": "ENorm",
+    "EquiNorm": "EquiNorm",
+    "MSR": "MSR",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The time of a training step of one network by method, as a multiple of the time of `unit`."""
+
+    network: str
+    unit: str
+    times: Mapping[str, float]
+    hardware: str
+
+
+def costs(folder: Path) -> list[Cost]:
+    """What `equinorm bench` has measured on a GPU, in the files that it left in a folder."""
+    found = []
+    for name, read in (("bench_lab_gpu.json", _of_lab), ("bench_steps_gpu.json", _of_steps)):
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            hardware = str(content["hardware"]).partition(";")[0]
+            by_network: dict[str, dict[str, float]] = {}
+            for network, variant, milliseconds in read(content["rows"]):
+                if variant in _VARIANTS and math.isfinite(milliseconds):
+                    by_network.setdefault(network, {})[_VARIANTS[variant]] = milliseconds
+        except (OSError, ValueError, KeyError, TypeError):  # not measured, or by another version
+            continue
+        for network, times in by_network.items():
+            unit = NO_NORM if NO_NORM in times else BATCH_NORM
+            if unit in times and len(times) > 1:
+                relative = {method: time / times[unit] for method, time in times.items()}
+                found.append(Cost(network, unit, relative, hardware))
+    return found
+
+
+def _of_lab(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
+    """Of the laboratory's own networks, with one run on the device."""
+    for row in rows:
+        if row["side_by_side"] == 1:
+            network, _, variant = row["name"].partition(", ")
+            yield network, variant, row["step"]
+
+
+def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
+    """Of ResNet-18 and 50 for ImageNet with the usual batch, eager and compiled."""
+    for row in rows:
+        if row["network"] in ("ResNet-18, batch 256", "ResNet-50, batch 256") and not row["failed"]:
+            yield f"{row['network']}, {row['mode']}", row["variant"], row["step"]["median"]
