@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equinorm
+from equinorm.enormsgd import ENormSGD
 
 pytestmark = pytest.mark.gpu
 
@@ -311,3 +312,116 @@ def test_gradients_made_inside_a_capture_are_found() -> None:
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+
+
+# -- fused with SGD ----------------------------------------------------------------------------------------------------
+
+
+def both_ways(
+    model: nn.Module, shape: tuple[int, ...], steps: int = 3, **sgd: object
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and momentum after steps of SGD and ENorm, one after the other in float64, and fused."""
+    example = torch.zeros(shape, device="cuda", dtype=next(model.parameters()).dtype)
+    symmetry = equinorm.trace(model, example)
+    models = copy.deepcopy(model).double(), model
+    torchs = torch.optim.SGD(models[0].parameters(), **sgd)
+    enorm = equinorm.ENorm(models[0], torchs, symmetry=symmetry, backend="plain", gradients=False, c=1.2)
+    ours = ENormSGD(models[1], symmetry=symmetry, c=1.2, **sgd)
+    draw = torch.Generator("cuda").manual_seed(1)
+    for _ in range(steps):
+        for q, twin in zip(*(m.parameters() for m in models), strict=True):
+            gradient = torch.randn(q.shape, generator=draw, device="cuda").to(twin.dtype).mul_(0.1)
+            q.grad, twin.grad = (torch.empty_like(x).copy_(gradient) for x in (q, twin))
+        torchs.step()
+        enorm.step()
+        ours.step()
+    assert ours.why_not == ""
+    plain, fused = (
+        {name: x for name, q in m.named_parameters() for x in (q.detach(),)}
+        | {f"{name}.momentum": o.state[q]["momentum_buffer"] for name, q in m.named_parameters() if o.state[q]}
+        for m, o in zip(models, (torchs, ours), strict=True)
+    )
+    return plain, fused
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", NETS)
+def test_both_steps_at_once_equal_one_after_the_other(name: str, dtype: torch.dtype, last: bool) -> None:
+    make, shape = NETS[name]
+    torch.manual_seed(0)
+    model = make().to("cuda", dtype)
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+    plain, fused = both_ways(model, shape, lr=0.01, momentum=0.9, weight_decay=0.01)
+    assert_same(fused, plain, 6 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "sgd", [{}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.2}, {"maximize": True}]
+)
+def test_any_sgd(sgd: dict[str, object]) -> None:
+    plain, fused = both_ways(Residual().cuda(), (2, 3, 3, 3), lr=0.01, weight_decay=0.1, **sgd)
+    assert_same(fused, plain, 1e-5)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_captured_step_of_both_equals_an_eager_one(fresh: bool) -> None:
+    """With a learning rate that changes between replays; gradients are kept, or made inside of the capture."""
+    data = batches(12)
+    models = [net().cuda(), net().cuda()]
+    rates = [torch.tensor(0.05, device="cuda") for _ in models]
+    optimizers = [
+        ENormSGD(m, torch.zeros(2, 12, device="cuda"), lr=lr, momentum=0.9, c=1.2)
+        for m, lr in zip(models, rates, strict=True)
+    ]
+    for i, (x, y) in enumerate(data):
+        rates[0].fill_(0.05 / (i + 1))
+        step(models[0], optimizers[0], x, y)
+        assert optimizers[0].why_not == ""
+    x, y = (t.clone() for t in data[0])
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(models[1], optimizers[1], x, y)
+    torch.cuda.synchronize()
+    optimizers[1].zero_grad(set_to_none=fresh)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        F.cross_entropy(models[1](x), y).backward()
+        optimizers[1].step()
+    assert optimizers[1].why_not == ""
+    for i, (new_x, new_y) in enumerate(data[1:], 1):
+        x.copy_(new_x)
+        y.copy_(new_y)
+        rates[1].fill_(0.05 / (i + 1))
+        for q in models[1].parameters():
+            q.grad.zero_()
+        graph.replay()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_both_steps_at_once_allocate_nothing_and_do_not_wait() -> None:
+    """Also where the gradients are elsewhere each time and the learning rate is another."""
+    model = net().cuda()
+    optimizer = ENormSGD(model, torch.zeros(2, 12, device="cuda"), lr=0.05, momentum=0.9, c=1.2)
+    gradients = [[torch.randn_like(q) for q in model.parameters()] for _ in range(5)]
+
+    def step_on(number: int) -> None:
+        for q, gradient in zip(model.parameters(), gradients[number], strict=True):
+            q.grad = gradient
+        optimizer.param_groups[0]["lr"] = 0.01 * (number + 1)
+        optimizer.step()
+
+    for number in range(2):
+        step_on(number)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(2, 5):
+            step_on(number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.why_not == ""
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -266,56 +266,6 @@ def test_copies_go_on_by_themselves(backend: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-class Recorder:
-    """A kernel, or one that was compiled, that notes its launches."""
-
-    arg_names = ("pointer", "count", "BLOCK")
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-        self.compiled: Recorder | None = None
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **options: Any) -> Recorder | None:
-            self.launches.append((grid, arguments, options))
-            return self.compiled
-
-        return launch
-
-
-def test_launches_are_repeated_with_the_same_arguments(kernels: Any) -> None:
-    kernel, x, cpu = Recorder(), torch.zeros(3), torch.device("cpu")
-    kernel.compiled = Recorder()
-    launch = kernels.Launches()
-    assert not launch.again("it", cpu)
-    with launch.noting("it"):
-        launch(kernel, (7,), x, 3, BLOCK=16, num_warps=4)
-    assert launch.again("it", cpu)
-    assert len(kernel.launches) == 1
-    assert kernel.compiled.launches == [((7, 1, 1), (x.data_ptr(), 3, 16), {"stream": None})]
-    launch.forget()
-    assert not launch.again("it", cpu)
-
-
-def test_a_series_that_failed_or_cannot_be_repeated_is_launched_anew(kernels: Any) -> None:
-    kernel, cpu = Recorder(), torch.device("cpu")
-    kernel.compiled = Recorder()
-    launch = kernels.Launches()
-
-    def fail() -> None:
-        with launch.noting("it"):
-            launch(kernel, (1,), torch.zeros(1), 3, BLOCK=16)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert not launch.again("it", cpu)
-    kernel.compiled = None  # interpreted
-    with launch.noting("it"):
-        launch(kernel, (1,), torch.zeros(1), 3, BLOCK=16)
-    assert not launch.again("it", cpu)
-
-
 def test_a_step_on_the_same_tensors_does_not_look_at_them_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     model = perturbed(chain(4, 6, 5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -410,6 +410,32 @@ def test_triton_is_asked_once(monkeypatch: Any) -> None:
     assert kernel.compiled.calls == [expected, expected]
 
 
+def test_tensors_that_stay_are_looked_at_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: "stream", raising=False)
+    kernel = Kernel()
+    launch = dispatch.Launch(kernel, (5,), torch.device("cuda", 0), num_warps=8, early=True, size=7, BLOCK=64)
+    assert launch.options == {"num_warps": 8, "launch_pdl": True}
+    x = torch.empty(64)
+    again = launch.on(x, None)
+    address = x.data_ptr()
+    monkeypatch.setattr(torch.Tensor, "data_ptr", None)
+    for _ in range(2):
+        again()
+    assert kernel.asked == 1
+    assert kernel.compiled.calls == [
+        (5, 1, 1, "stream", "function", "metadata", None, None, None, address, None, 7, 64)
+    ]
+
+
+def test_what_triton_interprets_goes_the_long_way() -> None:
+    kernel = Kernel()
+    kernel.compiled = None
+    again = dispatch.Launch(kernel, (1,), torch.device("cuda", 0), size=7, BLOCK=64).on(torch.empty(4), None)
+    for _ in range(3):
+        again()
+    assert kernel.asked == 3
+
+
 def test_addresses_that_are_not_aligned_need_another_version() -> None:
     kernel = Kernel()
     launch = dispatch.Launch(kernel, (1,), torch.device("cuda", 0), size=7, BLOCK=64)

@@ -193,8 +193,9 @@ def test_addresses_may_change() -> None:
         expected = V.grad - V.grad.mean((2, 3), keepdim=True)
         adapter.adapt_(1.0, 0.0, None)
         torch.testing.assert_close(V.grad, expected)
-    table = adapter.adapting[0].pointers
-    assert table.of([V, V.grad]) is table.table
+    launch = adapter.adapting[0]
+    assert launch.addresses([V, V.grad]) is launch.pointers.values
+    assert launch.pointers.values.tolist() == [V.data_ptr(), V.grad.data_ptr()]
 
 
 def test_not_a_number_reaches_every_gradient() -> None:

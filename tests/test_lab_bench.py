@@ -28,7 +28,12 @@ def test_every_variant_of_a_residual_net_is_timed_against_no_norm_and_bn() -> No
     assert by_name["no norm"].adds == 0
     assert by_name["BN"].of_bn == 1
     assert by_name["ENorm"].cycle is not None
-    assert "ENorm cycle" in steps.sentences(rows)[0]
+    fused = by_name["ENorm, fused with SGD"]
+    assert fused.update is not None
+    assert fused.moved
+    said = "\n".join(steps.sentences(rows))
+    for part in ("an ENorm cycle", "the floor is to read and write", "the optimizer's step by itself"):
+        assert part in said
 
 
 def test_a_variant_that_fails_is_named_with_its_error() -> None:
@@ -56,7 +61,7 @@ def test_the_llama_shape_has_a_billion_parameters_and_scales_to_move() -> None:
 @pytest.mark.parametrize("part", ["scaling", "lab"])
 def test_a_part_writes_a_table_and_every_number(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only = ("scaling",) if part == "scaling" else ("FC-19", "WRN-20-96, EquiNorm")
-    written = run((part,), tmp_path, device="cpu", only=only, compiled=False, quick=True, repeats=2)
+    written = run((part,), tmp_path, device="cpu", only=only, mode="eager", quick=True, repeats=2)
     assert all(path.exists() for path in written)
     content = json.loads((tmp_path / f"bench_{part}_cpu.json").read_text())
     assert content["rows"]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import diagnostics, nn
     from .convert import ConvertReport, convert, methods, register_method
     from .enorm import BalanceReport, ENorm, ImplicitENorm, balance_
+    from .enormsgd import ENormSGD
     from .fold import fold
     from .meanshift import (
         InputNoise,
@@ -40,6 +41,7 @@ _HOME = {
     "BalanceReport": "enorm",
     "ConvertReport": "convert",
     "ENorm": "enorm",
+    "ENormSGD": "enormsgd",
     "ImplicitENorm": "enorm",
     "InputNoise": "meanshift",
     "MeanShiftRejection": "meanshift",
@@ -71,6 +73,7 @@ __all__ = [
     "BalanceReport",
     "ConvertReport",
     "ENorm",
+    "ENormSGD",
     "ImplicitENorm",
     "InputNoise",
     "MeanShiftRejection",

@@ -425,7 +425,10 @@ class Bench:
     ] = ()
     out: Annotated[Path, arg(metavar="DIR", help="Where tables, numbers and pictures are written.")] = Path("results")
     device: Device = None
-    eager: Annotated[bool, arg(help="Leave out torch.compile, which takes minutes.")] = False
+    variant: Annotated[Patterns, arg(metavar="NAME", help="Only this normalization, such as BN. Repeat it.")] = ()
+    mode: Annotated[
+        Literal["both", "eager", "compiled"], arg(help="Steps as they are, by torch.compile (takes minutes), or both.")
+    ] = "both"
     quick: Annotated[bool, arg(help="Tiny sizes: to see that it runs, not to measure.")] = False
     repeats: Annotated[int, arg(metavar="N", help="Measurements of each number (7).")] = 7
     minutes: Annotated[float, arg(help="Begin nothing new after so many minutes.")] = math.inf
@@ -434,8 +437,8 @@ class Bench:
         from .lab.bench.run import run
 
         written = run(
-            self.parts, self.out, device=self.device, only=self.only, compiled=not self.eager, quick=self.quick,
-            repeats=self.repeats, minutes=self.minutes,
+            self.parts, self.out, device=self.device, only=self.only, variants=self.variant, mode=self.mode,
+            quick=self.quick, repeats=self.repeats, minutes=self.minutes,
         )  # fmt: skip
         print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)))
 

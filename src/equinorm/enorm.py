@@ -321,14 +321,18 @@ class ENorm:
         """The scales accumulated since the start of training, and the number of calls."""
         return {"log_t": self.log_t.detach().cpu().clone(), "calls": self.calls}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise, with nothing changed, unless `load_state_dict` can load this."""
         log_t = state["log_t"]
         if log_t.shape != self.log_t.shape:
             raise ValueError(
                 f"this state is for {len(log_t)} scales, the model has {len(self.log_t)}: "
                 "load it into an ENorm made for the same architecture and options"
             )
-        self.log_t.copy_(log_t)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check_state(state)
+        self.log_t.copy_(state["log_t"])
         self._gains.measure_(self.log_t)
         self.calls = int(state["calls"])
 

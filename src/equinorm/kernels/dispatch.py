@@ -8,9 +8,9 @@ Without Triton there are no kernels.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["Launch", "kernels", "launchable", "plain_only"]
+__all__ = ["Launch", "Written", "is_capturing", "kernels", "launchable", "plain_only"]
 
 ALIGNMENT = 16
 """Bytes. Triton has another version of a kernel for addresses that are not multiples of this."""
@@ -88,16 +88,28 @@ class Launch:
 
     >>> double = Launch(_double, (triton.cdiv(x.numel(), 1024),), x.device, size=x.numel(), BLOCK=1024)
     >>> double(x)
+    >>> again = double.on(x)    # x is looked at once, for any number of calls
+    >>> again()
+
+    `early` lets the kernel begin before the one ahead of it has ended (Hopper's programmatic dependent launch).
     """
 
-    __slots__ = ("_arguments", "_compiled", "_index", "_run", "_shape", "grid", "kernel", "num_warps", "numbers")
+    __slots__ = ("_arguments", "_compiled", "_index", "_run", "_shape", "grid", "kernel", "numbers", "options")
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], device: torch.device, *, num_warps: int = 4, **numbers: Any
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        device: torch.device,
+        *,
+        num_warps: int = 4,
+        early: int = False,
+        **numbers: Any,
     ) -> None:
         names = kernel.arg_names[-len(numbers) :]
         assert list(numbers) == names, f"the last parameters of this kernel are {names}, got {list(numbers)}"
-        self.kernel, self.grid, self.num_warps, self.numbers = kernel, grid, num_warps, numbers
+        self.kernel, self.grid, self.numbers = kernel, grid, numbers
+        self.options = {"num_warps": num_warps} | ({"launch_pdl": True} if early else {})
         self._shape = (*grid, 1, 1)[:3]
         self._index = device.index
         self._arguments = tuple(numbers.values())
@@ -105,14 +117,15 @@ class Launch:
         self._compiled: Any = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        together, addresses = 0, []
-        for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            addresses.append(address)
-            together |= address or 0
-        aligned = together % ALIGNMENT == 0
+        self._launch(tensors, *_addresses(tensors))
+
+    def on(self, *tensors: Tensor | None) -> Callable[[], None]:
+        """The launch on these tensors, whose memory stays where it is."""
+        return partial(self._launch, tensors, *_addresses(tensors))
+
+    def _launch(self, tensors: tuple[Tensor | None, ...], addresses: list[int | None], aligned: bool) -> None:
         if self._run is None or not aligned:
-            compiled = self.kernel[self.grid](*tensors, **self.numbers, num_warps=self.num_warps)
+            compiled = self.kernel[self.grid](*tensors, **self.numbers, **self.options)
             if aligned:
                 self._remember(compiled)
             return
@@ -125,3 +138,62 @@ class Launch:
         if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
             self._compiled = (compiled.function, compiled.packed_metadata)
             self._run = compiled.run
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> tuple[list[int | None], bool]:
+    """Where tensors lie, and whether that is aligned for all of them."""
+    together, addresses = 0, []
+    for tensor in tensors:
+        address = None if tensor is None else tensor.data_ptr()
+        addresses.append(address)
+        together |= address or 0
+    return addresses, together % ALIGNMENT == 0
+
+
+class Written:
+    """A table on the device, written by kernels whose arguments are its values: no copy from the host to wait for.
+
+    A table that a captured graph reads is never written again, and one written inside a capture is the graph's own.
+
+    >>> table = Written(2, torch.int64, device)
+    >>> table.write((x.data_ptr(), y.data_ptr()))      # costs nothing where no value changed
+    >>> launch(table.values)
+    """
+
+    def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.zeros(length, dtype=dtype, device=device)
+        self.places = self.values.split(1)
+        self._written: tuple[float, ...] | None = None
+        self._kept: list[Tensor] = []  # what captured graphs read
+
+    @property
+    def known(self) -> bool:
+        """Whether the values are those last written: not after writing was only captured."""
+        return self._written is not None
+
+    def write(self, values: tuple[float, ...]) -> bool:
+        """Write all values; True if `values` is another tensor now."""
+        if values == self._written:
+            return False
+        capturing = is_capturing(self.values.device)
+        moves = capturing or any(self.values is kept for kept in self._kept)
+        if moves:
+            self.values = torch.zeros_like(self.values)
+            self.places = self.values.split(1)
+        else:
+            self.values.zero_()
+        there = [(place, value) for place, value in zip(self.places, values, strict=True) if value]
+        if there:
+            torch._foreach_add_([place for place, _ in there], [value for _, value in there])
+        self._written = None if capturing else values
+        return moves
+
+    def keep(self) -> None:
+        """Call inside a capture: the graph reads the table as it is."""
+        if not any(self.values is kept for kept in self._kept):
+            self._kept.append(self.values)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on the device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

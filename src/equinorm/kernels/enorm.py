@@ -6,6 +6,7 @@ One step (stock2019, algorithm 2) of a net with B blocks is B + 5 launches, what
 
 - `_sum_tiles` reads all weights once and leaves sums of |w|^p over rows and columns of tiles, and of each kernel of a
   convolution; `_combine` adds them up per variable: the pull of every line that no earlier scale in the cycle changes.
+  With a `Descent` it first makes SGD's step on what it reads, so that the weights are read once for both.
 - `_update_block`, once per block in forward order: lines that earlier blocks weigh, then log d = log(R / L) / 2p.
 - `_measure_gains`: the new gains of safe biases; `_raise_factors`: factors of all rows and columns.
 - `_rescale` reads and writes weights, optimizer state, gradients and companions once.
@@ -18,21 +19,21 @@ device and nothing is allocated after the first step, so a step can be captured 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .enorm_plan import Anatomy, Block, Followers, Slot, make_plan
+from .dispatch import Launch, Written, is_capturing
+from .enorm_plan import Anatomy, Block, Followers, InexpressibleError, Slot, is_dense, make_plan, stretch
 
 if TYPE_CHECKING:
     from ..enorm import Gains
 
-__all__ = ["FusedCycle", "can_launch"]
+__all__ = ["Descent", "FusedCycle", "can_launch"]
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 MIXED = -1
@@ -103,6 +104,35 @@ def _multiply(address, start, at, inside, factor, kind, KIND: tl.constexpr, ACC:
 
 
 @triton.jit
+def _write_as(address, start, at, inside, x, DTYPE: tl.constexpr, ACC: tl.constexpr):
+    rounded = x.to(DTYPE)
+    tl.store(address.to(tl.pointer_type(DTYPE)) + start + at, rounded, mask=inside)
+    return rounded.to(ACC)
+
+
+@triton.jit
+def _write(address, start, at, inside, x, kind, KIND: tl.constexpr, ACC: tl.constexpr):
+    """Write elements `start + at` of the tensor at an address; what was written, as ACC."""
+    if KIND == 0:
+        x = _write_as(address, start, at, inside, x, tl.float32, ACC)
+    elif KIND == 1:
+        x = _write_as(address, start, at, inside, x, tl.bfloat16, ACC)
+    elif KIND == 2:
+        x = _write_as(address, start, at, inside, x, tl.float16, ACC)
+    elif KIND == 3:
+        x = _write_as(address, start, at, inside, x, tl.float64, ACC)
+    elif kind == 0:
+        x = _write_as(address, start, at, inside, x, tl.float32, ACC)
+    elif kind == 1:
+        x = _write_as(address, start, at, inside, x, tl.bfloat16, ACC)
+    elif kind == 2:
+        x = _write_as(address, start, at, inside, x, tl.float16, ACC)
+    else:
+        x = _write_as(address, start, at, inside, x, tl.float64, ACC)
+    return x
+
+
+@triton.jit
 def _powers(x, P: tl.constexpr):
     """|x|^p."""
     x = tl.abs(x)
@@ -142,41 +172,57 @@ def _read_all(addresses, at, inside, kinds, KIND: tl.constexpr, ACC: tl.constexp
 
 @triton.jit
 def _sum_tiles(
-    tiles, pointers, kinds, slots, partial, matrices,
+    tiles, pointers, kinds, partial, matrices, groups, numbers, gain, gains, slots,
     KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    NESTED: tl.constexpr, FILTERS: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, EARLY: tl.constexpr,
+    NESTED: tl.constexpr, FILTERS: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
+    DESCEND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Σ|w|^p over columns that are taken together, of one stretch of a slab; and sums over its columns and rows."""
+    """Σ|w|^p over columns that are taken together, of one stretch of a slab; and sums over its columns and rows.
+
+    DESCEND: after a step of SGD; the gradient and its average are in the slots after the weight's.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tiles + 14 * tl.program_id(0)
-    which = tl.load(tile) * slots
-    address, kind = tl.load(pointers + which), tl.load(kinds + which)
+    tile = tiles + 15 * tl.program_id(0)
+    parameter = tl.load(tile)
+    pointers += parameter * slots
+    kind = tl.load(kinds + parameter * slots)
+    if DESCEND:
+        numbers += 6 * tl.load(groups + parameter)
     if NESTED:
         if tl.load(tile + 5) > 1:
-            _sum_neighbours(tile, address, kind, partial, matrices, KIND, P, ACC, FILTERS, CHANNELS, KERNEL)
+            _sum_neighbours(
+                tile, pointers, kind, numbers, gain, gains, partial, matrices,
+                KIND, P, ACC, FILTERS, CHANNELS, KERNEL, DESCEND,
+            )  # fmt: skip
         else:
-            _sum_copies(tile, address, kind, partial, matrices, KIND, P, ACC, ROWS, COLUMNS)
+            _sum_copies(
+                tile, pointers, kind, numbers, gain, gains, partial, matrices, KIND, P, ACC, ROWS, COLUMNS, DESCEND
+            )
     else:
-        _sum_copies(tile, address, kind, partial, matrices, KIND, P, ACC, ROWS, COLUMNS)
+        _sum_copies(tile, pointers, kind, numbers, gain, gains, partial, matrices, KIND, P, ACC, ROWS, COLUMNS, DESCEND)
 
 
 @triton.jit
 def _sum_copies(
-    tile, address, kind, partial, matrices,
+    tile, pointers, kind, numbers, gain, gains, partial, matrices,
     KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DESCEND: tl.constexpr,
 ):  # fmt: skip
     """Columns that stand alone, or all at one distance (channels last)."""
-    start, height, width, pitch = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    height, width, pitch = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     outer, apart = tl.load(tile + 6), tl.load(tile + 7)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], ACC)
     for top in range(0, height, ROWS):
         at = (top + row) * pitch + column
         inside = (top + row < height) & (column < width)
-        x = _powers(_read(address, start, at, inside, kind, KIND, ACC), P)
+        w = _weights_at(tile, pointers, at, inside, kind, numbers, gain, gains, KIND, ACC, DESCEND)
+        x = _powers(w, P)
         for copy in range(1, outer):
-            x += _powers(_read(address, start, at + copy * apart, inside, kind, KIND, ACC), P)
+            there = at + copy * apart
+            w = _weights_at(tile, pointers, there, inside, kind, numbers, gain, gains, KIND, ACC, DESCEND)
+            x += _powers(w, P)
         total += x
         _leave_tile(tile, top, height, width, x, partial, matrices, ROWS, COLUMNS)
     _leave_columns(tile, width, total, partial, COLUMNS)
@@ -184,12 +230,12 @@ def _sum_copies(
 
 @triton.jit
 def _sum_neighbours(
-    tile, address, kind, partial, matrices,
+    tile, pointers, kind, numbers, gain, gains, partial, matrices,
     KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KERNEL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KERNEL: tl.constexpr, DESCEND: tl.constexpr,
 ):  # fmt: skip
     """Columns that are taken together with their neighbours: a third axis, so that memory is still read in order."""
-    start, height, width, pitch = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    height, width, pitch = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     inner, outer, apart = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
     row, column = tl.arange(0, ROWS)[:, None, None], tl.arange(0, COLUMNS)[None, :, None]
     neighbour = tl.arange(0, KERNEL)[None, None, :]
@@ -200,10 +246,41 @@ def _sum_neighbours(
             for first in range(0, inner, KERNEL):
                 at = (top + row) * pitch + copy * apart + column * inner + first + neighbour
                 inside = (top + row < height) & (column < width) & (first + neighbour < inner)
-                x += tl.sum(_powers(_read(address, start, at, inside, kind, KIND, ACC), P), 2)
+                w = _weights_at(tile, pointers, at, inside, kind, numbers, gain, gains, KIND, ACC, DESCEND)
+                x += tl.sum(_powers(w, P), 2)
         total += x
         _leave_tile(tile, top, height, width, x, partial, matrices, ROWS, COLUMNS)
     _leave_columns(tile, width, total, partial, COLUMNS)
+
+
+@triton.jit
+def _weights_at(
+    tile, pointers, at, inside, kind, numbers, gain, gains,
+    KIND: tl.constexpr, ACC: tl.constexpr, DESCEND: tl.constexpr,
+):  # fmt: skip
+    """Elements of a tile; DESCEND: after a step of SGD (torch.optim.SGD, its letters), if there is a gradient."""
+    address, start = tl.load(pointers), tl.load(tile + 1)
+    w = _read(address, start, at, inside, kind, KIND, ACC)
+    if DESCEND:
+        gradient, momentum = tl.load(pointers + 1), tl.load(pointers + 2)
+        nothing = tl.zeros_like(at)  # the interpreter cannot join a mask with a number
+        steps = inside & (gradient + nothing != 0)
+        averages = steps & (momentum + nothing != 0)
+        # all that is read is asked for before any of it is needed
+        g = _read(gradient, start, at, steps, kind, KIND, ACC)
+        b = _read(momentum, start, at, averages, kind, KIND, ACC)
+        lr, decay, mu = tl.load(numbers).to(ACC), tl.load(numbers + 1).to(ACC), tl.load(numbers + 2).to(ACC)
+        undamped, nesterov, sign = tl.load(numbers + 3).to(ACC), tl.load(numbers + 4), tl.load(numbers + 5).to(ACC)
+        entry = tl.load(tile + 14)
+        if entry >= 0:  # a safe bias: t² of its layer's input
+            number = tl.load(gain + entry + at, mask=steps, other=-1)
+            t = tl.load(gains + number, mask=number >= 0, other=1.0).to(ACC)
+            g *= t * t
+        g = sign * g + decay * w
+        b = _write(momentum, start, at, averages, mu * b + undamped * g, kind, KIND, ACC)
+        g = tl.where(momentum == 0, g, tl.where(nesterov != 0, g + mu * b, b))
+        w = tl.where(steps, _write(address, start, at, steps, w - lr * g, kind, KIND, ACC), w)
+    return w
 
 
 @triton.jit
@@ -321,8 +398,8 @@ def _pull(
 
 @triton.jit
 def _update_block(
-    variables, jobs, positions, pulls, index, exponent, entries, pointers, kinds, slots, matrices,
-    up_before, down_before, rates, s, updated, n, groups, pieces,
+    variables, jobs, positions, pulls, index, exponent, pointers, kinds, matrices,
+    up_before, down_before, rates, s, updated, entries, slots, n, groups, pieces,
     KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, V: tl.constexpr,
     FLAT: tl.constexpr, FLAT_LINE: tl.constexpr, TALL: tl.constexpr, TALL_LINE: tl.constexpr,
     RAW: tl.constexpr, KEPT: tl.constexpr, FIRST: tl.constexpr, TWO: tl.constexpr, CANCELS: tl.constexpr,
@@ -380,7 +457,7 @@ def _update_block(
 
 
 @triton.jit
-def _commit(variables, count, n, updated, s, B: tl.constexpr, EARLY: tl.constexpr):
+def _commit(variables, updated, s, count, n, B: tl.constexpr, EARLY: tl.constexpr):
     """Make the new log-scales of a block visible, where its own programs had to read the old ones."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -417,7 +494,7 @@ def _measure_gains(starts, index, exponent, log_t, s, gains, change, n, B: tl.co
 
 @triton.jit
 def _raise_factors(
-    index, exponent, gain, change, entries, s, log_t, n, powers, gained, factors,
+    index, exponent, gain, change, s, log_t, powers, gained, factors, entries, n,
     TWO: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The factor of every entry to each power, exact to rounding; and the step added to the scales since the start."""
@@ -440,7 +517,7 @@ def _raise_factors(
 
 @triton.jit
 def _rescale(
-    chunks, pointers, kinds, slots, channels, factors, entries,
+    chunks, pointers, kinds, channels, factors, slots, entries,
     KIND: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiply one chunk of one tensor by its row's and its column's factors."""
@@ -492,58 +569,6 @@ def can_begin_early(device: torch.device) -> bool:
     return device.type == "cuda" and known and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-class Launches:
-    """Launches kernels; a series that was launched before, with the same arguments, at a fraction of the cost.
-
-    Triton looks at every argument of every launch to find the kernel compiled for it. Here tensors and numbers stay the
-    same from step to step, so kernels and addresses are remembered until `forget`.
-
-        if not launch.again("sweep", device):
-            with launch.noting("sweep"):
-                launch(kernel, grid, tensor, 3, BLOCK=16, num_warps=4)
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[object, list[Callable[..., None]]] = {}
-        self._noted: list[Callable[..., None]] = []
-        self._possible = True
-
-    def forget(self) -> None:
-        """The arguments have changed."""
-        self._known.clear()
-
-    @contextmanager
-    def noting(self, series: object) -> Iterator[None]:
-        """Remember the launches made in here, as this series."""
-        self._noted = []
-        yield
-        self._known[series] = self._noted
-
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        compiled = kernel[grid](*arguments, **options)
-        self._possible &= hasattr(compiled, "__getitem__")  # where kernels are interpreted there is none
-        if self._possible:
-            given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-            values = (given[name] for name in kernel.arg_names)
-            addresses = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-            self._noted.append(partial(compiled[(*grid, 1, 1)[:3]], *addresses))
-
-    def again(self, series: object, device: torch.device) -> bool:
-        """Launch a series once more; False if it has to be launched anew."""
-        if not self._possible or series not in self._known:
-            return False
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-        first, *others = self._known[series]
-        try:
-            first(stream=stream)
-        except (TypeError, AttributeError):  # a Triton that launches compiled kernels in some other way
-            self._possible = False
-            return False
-        for launch in others:
-            launch(stream=stream)
-        return True
-
-
 class FusedCycle(Followers):
     """ENorm cycles and the move to new coordinates, on tensors that lie in memory as the plan was made for.
 
@@ -570,7 +595,8 @@ class FusedCycle(Followers):
         device = self.device
         self.plan, self.dtype, self.p = make_plan(net, cycles).to(device, dtype), dtype, float(p)
         self.early = can_begin_early(device) if DEPENDENT_LAUNCHES is None else DEPENDENT_LAUNCHES
-        self._launch = Launches()
+        self._series: dict[tuple[object, ...], list[Callable[[], None]]] = {}
+        self._descent: Descent | None = None
         self._log_t, self._gains, self._change = log_t, gains.t, gains.change
         n, self._entries = self.plan.n, self.plan.index.shape[1]
         self.s, self._updated, self._up, self._down = (torch.zeros(n + 1, dtype=dtype, device=device) for _ in range(4))
@@ -578,37 +604,37 @@ class FusedCycle(Followers):
         self._matrices = torch.zeros(max(self.plan.matrices, 1), dtype=dtype, device=device)
         self._two = bool((net.index[1] < n).any())
         self._even = bool((self.plan.chunks[:, 1] % 16 == 0).all())
-        self._bound: tuple[int, ...] = ()
+        self._aligned = False
         self._shape: tuple[tuple[float, bool], ...] = ()
         self._host_kinds: list[int] = []
-        self._kept: list[Tensor] = []  # what captured graphs read
+        self._kept: list[object] = []  # what captured graphs read
 
     # -- which tensors -------------------------------------------------------------------------------------------------
 
     @property
     def repeats(self) -> bool:
         """Whether a step on the same tensors needs no new `bind`: not after one that was only captured."""
-        return bool(self._bound)
+        return self._table.known
 
     def bind(self, slots: Sequence[Slot]) -> None:
         """Point the tables at these tensors; slot 0 holds the parameters. Costs nothing where no address changed."""
         tensors = [t for row in zip(*(slot.tensors for slot in slots), strict=True) for t in row]
         addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
         shape = tuple((slot.power, slot.gained) for slot in slots)
-        if addresses == self._bound and shape == self._shape:
-            return
-        capturing = self._capturing()
         # what is not there is taken to be of the parameter's dtype, as a gradient will be
         parameters = [q for q in slots[0].tensors if q is not None for _ in slots]
         kinds = [KINDS[(q if t is None else t).dtype] for t, q in zip(tensors, parameters, strict=True)]
         if shape != self._shape or kinds != self._host_kinds:
-            if capturing:
+            if is_capturing(self.device):
                 raise RuntimeError(
                     "the tensors that ENorm moves are not those of the step before: run one whole step, with the "
                     "optimizer's, before capturing one"
                 )
             self._reshape(shape, kinds)
-        self._aim(addresses, capturing)
+        aligned = self._even and all(a % 16 == 0 for a in addresses)
+        if self._table.write(addresses) or aligned != self._aligned:
+            self.forget()
+        self._aligned = aligned
 
     def _reshape(self, shape: tuple[tuple[float, bool], ...], kinds: list[int]) -> None:
         device = self.device
@@ -622,115 +648,185 @@ class FusedCycle(Followers):
         self._factors = torch.ones(len(channels), self._entries, dtype=self.dtype, device=device)
         self._kinds = torch.tensor(kinds, dtype=torch.int32, device=device)
         self._weight_kind, self._kind = _common(kinds[:: self._slots]), _common(kinds)
-        self._table = torch.zeros(len(kinds), dtype=torch.int64, device=device)
+        self._table = Written(len(kinds), torch.int64, device)
+        self.forget()
 
-    def _aim(self, addresses: tuple[int, ...], capturing: bool) -> None:
-        """Write the addresses to the table by a kernel whose arguments they are: no copy from the host to wait for.
+    def forget(self) -> None:
+        """Some table has another address now."""
+        self._series.clear()
 
-        A table that a captured graph reads is never written again, and one written inside a capture is the graph's own.
-        """
-        self._launch.forget()
-        if capturing or any(self._table is kept for kept in self._kept):
-            self._table = torch.zeros_like(self._table)
-        else:
-            self._table.zero_()
-        held = [(view, a) for view, a in zip(self._table.split(1), addresses, strict=True) if a]
-        torch._foreach_add_([view for view, _ in held], [a for _, a in held])
-        self._bound = () if capturing else addresses
-        self._aligned = self._even and all(a % 16 == 0 for a in addresses)
+    @contextmanager
+    def descending(self, descent: Descent) -> Iterator[None]:
+        """A sweep in here makes a step of SGD on the weights before it looks at them."""
+        self._descent = descent
+        try:
+            yield
+        finally:
+            self._descent = None
 
     # -- launches ------------------------------------------------------------------------------------------------------
 
     def sweep(self, cycles: int = 1) -> Tensor:
         """The log-scales of this step: `cycles` ENorm cycles from 0. (The last place means "no variable".)"""
         self._note_capture()
-        with self._here():
-            series = ("sweep", cycles, self.early)
-            if not self._launch.again(series, self.device):
-                with self._launch.noting(series):
-                    self._launch_sums()
-                    for cycle in range(cycles):
-                        for number, block in enumerate(self.plan.later if cycle else self.plan.first):
-                            # the first waits for the sums, which all may then read before they wait
-                            self._launch_update(block, cycle == 0, self._after(chained=cycle + number > 0))
+        self._launch(("sweep", cycles, self.early, self._descent), lambda: self._sweeping(cycles))
         return self.s
-
-    def _launch_sums(self) -> None:
-        plan, sizes, V, items = self.plan, self.plan.sizes, 16, 64
-        if len(plan.tiles):
-            self._launch(
-                _sum_tiles, (len(plan.tiles),),
-                plan.tiles, self._table, self._kinds, self._slots, self._partial, self._matrices,
-                KIND=self._weight_kind, P=self.p, ACC=_TL[self.dtype], ROWS=sizes.rows, COLUMNS=sizes.columns,
-                NESTED=plan.nested, FILTERS=sizes.filters, CHANNELS=sizes.channels, KERNEL=sizes.kernel,
-                EARLY=self.early, num_warps=4,
-            )  # fmt: skip
-        self._launch(
-            _combine, (triton.cdiv(plan.n + 1, V),),
-            plan.starts, plan.items, plan.pulls, self._partial, self._up, self._down, self.s, plan.n + 1,
-            ACC=_TL[self.dtype], V=V, ITEMS=items, **self._after(),
-        )  # fmt: skip
-
-    def _launch_update(self, block: Block, first: bool, after: dict[str, Any]) -> None:
-        plan, (programs, V), groups = self.plan, block.variables.shape, block.jobs.shape[1]
-        self._launch(
-            _update_block, (programs,),
-            block.variables, block.jobs, block.positions, block.pulls,
-            plan.index, plan.exponent, self._entries, self._table, self._kinds, self._slots, self._matrices,
-            self._up, self._down, plan.rates, self.s, self._updated if block.coupled else self.s, plan.n,
-            groups, block.pieces, KIND=self._weight_kind, P=self.p, ACC=_TL[self.dtype], V=V,
-            FLAT=block.flat[0], FLAT_LINE=block.flat[1], TALL=block.tall[0], TALL_LINE=block.tall[1],
-            RAW=block.raw, KEPT=block.kept, FIRST=first, TWO=self._two, CANCELS=block.cancels,
-            num_warps=block.warps, **after,
-        )  # fmt: skip
-        if block.coupled:
-            B = 256
-            self._launch(
-                _commit, (triton.cdiv(programs * V, B),),
-                block.variables, programs * V, plan.n, self._updated, self.s, B=B, **self._after(),
-            )  # fmt: skip
 
     def move(self) -> None:
         """Multiply all slots by the factors of `s`, and add it to log_t."""
-        with self._here():
-            series = ("move", self.early)
-            if not self._launch.again(series, self.device):
-                with self._launch.noting(series):
-                    self._launch_move()
+        self._launch(("move", self.early), self._moving)
 
-    def _launch_move(self) -> None:
+    def _launch(self, series: tuple[object, ...], make: Callable[[], Iterator[Callable[[], None]]]) -> None:
+        """Launch a series of kernels; they are made once, for tensors and numbers stay the same from step to step."""
+        if series not in self._series:
+            self._series[series] = [*make()]
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            for launch in self._series[series]:
+                launch()
+
+    def _sweeping(self, cycles: int) -> Iterator[Callable[[], None]]:
+        yield from self._summing()
+        for cycle in range(cycles):
+            for number, block in enumerate(self.plan.later if cycle else self.plan.first):
+                # the first waits for the sums, which all may then read before they wait
+                yield from self._updating(block, cycle == 0, chained=cycle + number > 0)
+
+    def _summing(self) -> Iterator[Callable[[], None]]:
+        plan, sizes, V, items, device = self.plan, self.plan.sizes, 16, 64, self.device
+        found = self._descent
+        # what is not read without a descent is any tensor
+        tiles, table, kinds, groups, numbers, slots, kind = (
+            (plan.tiles, self._table.values, self._kinds, self._kinds, self._partial, self._slots, self._weight_kind)
+            if found is None
+            else (found.tiles, found.table.values, found.kinds, found.groups, found.numbers.values, 3, found.kind)
+        )
+        if len(tiles):
+            yield Launch(
+                _sum_tiles, (len(tiles),), device,
+                slots=slots, KIND=kind, P=self.p, ACC=_TL[self.dtype], ROWS=sizes.rows, COLUMNS=sizes.columns,
+                NESTED=plan.nested, FILTERS=sizes.filters, CHANNELS=sizes.channels, KERNEL=sizes.kernel,
+                DESCEND=found is not None, EARLY=self.early,
+            ).on(
+                tiles, table, kinds, self._partial, self._matrices, groups, numbers, plan.gain, self._gains
+            )  # fmt: skip
+        yield Launch(
+            _combine, (triton.cdiv(plan.n + 1, V),), device, early=self.early,
+            count=plan.n + 1, ACC=_TL[self.dtype], V=V, ITEMS=items, EARLY=self.early,
+        ).on(plan.starts, plan.items, plan.pulls, self._partial, self._up, self._down, self.s)  # fmt: skip
+
+    def _updating(self, block: Block, first: bool, chained: bool) -> Iterator[Callable[[], None]]:
+        plan, (programs, V), groups = self.plan, block.variables.shape, block.jobs.shape[1]
+        updated = self._updated if block.coupled else self.s
+        yield Launch(
+            _update_block, (programs,), self.device, num_warps=block.warps, early=self.early and chained,
+            entries=self._entries, slots=self._slots, n=plan.n, groups=groups, pieces=block.pieces,
+            KIND=self._weight_kind, P=self.p, ACC=_TL[self.dtype], V=V,
+            FLAT=block.flat[0], FLAT_LINE=block.flat[1], TALL=block.tall[0], TALL_LINE=block.tall[1],
+            RAW=block.raw, KEPT=block.kept, FIRST=first, TWO=self._two, CANCELS=block.cancels, EARLY=self.early,
+        ).on(
+            block.variables, block.jobs, block.positions, block.pulls, plan.index, plan.exponent,
+            self._table.values, self._kinds, self._matrices, self._up, self._down, plan.rates, self.s, updated,
+        )  # fmt: skip
+        if block.coupled:
+            B = 256
+            yield Launch(
+                _commit, (triton.cdiv(programs * V, B),), self.device, early=self.early,
+                count=programs * V, n=plan.n, B=B, EARLY=self.early,
+            ).on(block.variables, updated, self.s)  # fmt: skip
+
+    def _moving(self) -> Iterator[Callable[[], None]]:
         plan, B = self.plan, 512
         if len(self._gains):
-            self._launch(
-                _measure_gains, (len(self._gains),),
-                plan.gain_starts, plan.gain_index, plan.gain_exponent, self._log_t, self.s,
-                self._gains, self._change, plan.n, B=B, **self._after(),
+            yield Launch(
+                _measure_gains, (len(self._gains),), self.device, early=self.early, n=plan.n, B=B, EARLY=self.early
+            ).on(
+                plan.gain_starts, plan.gain_index, plan.gain_exponent, self._log_t, self.s, self._gains, self._change
             )  # fmt: skip
-        self._launch(
-            _raise_factors, (triton.cdiv(max(self._entries, plan.n), B), len(self._powers)),
-            plan.index, plan.exponent, plan.gain, self._change, self._entries, self.s, self._log_t, plan.n,
-            self._powers, self._gained, self._factors, TWO=self._two, B=B, **self._after(),
+        yield Launch(
+            _raise_factors, (triton.cdiv(max(self._entries, plan.n), B), len(self._powers)), self.device,
+            early=self.early, entries=self._entries, n=plan.n, TWO=self._two, B=B, EARLY=self.early,
+        ).on(
+            plan.index, plan.exponent, plan.gain, self._change, self.s, self._log_t,
+            self._powers, self._gained, self._factors,
         )  # fmt: skip
-        self._launch(
-            _rescale, (len(plan.chunks), self._slots),
-            plan.chunks, self._table, self._kinds, self._slots, self._channels, self._factors, self._entries,
-            KIND=self._kind, ACC=_TL[self.dtype], ALIGNED=self._aligned, CHUNK=plan.sizes.chunk, num_warps=8,
-            **self._after(),
+        yield Launch(
+            _rescale, (len(plan.chunks), self._slots), self.device, num_warps=8, early=self.early,
+            slots=self._slots, entries=self._entries, KIND=self._kind, ACC=_TL[self.dtype], ALIGNED=self._aligned,
+            CHUNK=plan.sizes.chunk, EARLY=self.early,
+        ).on(
+            plan.chunks, self._table.values, self._kinds, self._channels, self._factors
         )  # fmt: skip
-
-    def _after(self, chained: bool = True) -> dict[str, Any]:
-        """Options of a launch that may begin before the one ahead of it has ended."""
-        return {"EARLY": self.early} | ({"launch_pdl": True} if self.early and chained else {})
-
-    def _capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _note_capture(self) -> None:
-        if self._capturing() and not any(self._table is kept for kept in self._kept):
-            self._kept += [self._table, self._kinds, self._channels, self._powers, self._gained, self._factors]
+        if not is_capturing(self.device):
+            return
+        self._table.keep()
+        if self._descent is not None:
+            self._descent.keep()
+        read = (self._table, self._kinds, self._channels, self._powers, self._gained, self._factors, self._descent)
+        self._kept += [x for x in read if not any(x is kept for kept in self._kept)]
 
-    def _here(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+class Descent(Followers):
+    """A step of SGD on all parameters of an optimizer, in the pass of a `FusedCycle` that sums.
+
+        descent = Descent(fused, parameters, groups)          # group: the number of each one's parameter group
+        descent.aim(gradients, momenta, numbers)              # looks at addresses only
+        with fused.descending(descent):
+            fused.sweep()
+
+    The first parameters are those of the cycle, in its order; all lie dense in memory, and gradients and momenta as
+    their parameters do. Of a parameter without a gradient only the masses are read.
+    """
+
+    def __init__(self, cycle: FusedCycle, parameters: Sequence[Tensor], groups: Sequence[int]) -> None:
+        super().__init__(parameters)
+        plan, device, own = cycle.plan, cycle.device, cycle.count
+        for i, q in enumerate(parameters):
+            if not self._fits(i, q) or q.device != device or q.numel() >= 2**31 or not is_dense(q):
+                raise InexpressibleError(
+                    f"a parameter of shape {tuple(q.shape)} is no ordinary, dense tensor on {device}"
+                )
+        others = [stretch(own + i, 0, q.numel(), plan.sizes) for i, q in enumerate(parameters[own:])]
+        self.tiles = torch.cat([plan.tiles, plan.rest, *(x.to(device, torch.int32) for x in others)])
+        self.parameters, self._groups = list(parameters), list(groups)
+        kinds = [KINDS[q.dtype] for q in parameters for _ in range(3)]
+        self.kinds, self.kind = torch.tensor(kinds, dtype=torch.int32, device=device), _common(kinds)
+        self.groups = torch.tensor(groups, dtype=torch.int32, device=device)
+        self.table = Written(len(kinds), torch.int64, device)
+        self.numbers = Written(6 * (max(groups) + 1), torch.float64, device)
+        self._cycle = cycle
+
+    def is_for(self, cycle: FusedCycle, parameters: Sequence[Tensor], groups: Sequence[int]) -> bool:
+        """Whether it was made for these."""
+        same = len(parameters) == self.count and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
+        return same and cycle is self._cycle and list(groups) == self._groups and self.fits(parameters)
+
+    def aim(
+        self,
+        gradients: Sequence[Tensor | None],
+        momenta: Sequence[Tensor | None],
+        numbers: Sequence[Sequence[float | Tensor]],
+    ) -> None:
+        """Point the tables at these tensors, and take over the numbers of each parameter group.
+
+        These are lr, weight decay, momentum, 1 - dampening, whether it is Nesterov's, and the gradient's sign; each a
+        float, or a tensor on the device, which is read when the step is made.
+        """
+        rows = zip(self.parameters, gradients, momenta, strict=True)
+        moves = self.table.write(tuple(0 if t is None else t.data_ptr() for row in rows for t in row))
+        flat = [x for row in numbers for x in row]
+        moves |= self.numbers.write(tuple(0.0 if isinstance(x, Tensor) else x for x in flat))
+        if moves:
+            self._cycle.forget()
+        held = [(place, x) for place, x in zip(self.numbers.places, flat, strict=True) if isinstance(x, Tensor)]
+        if held:
+            torch._foreach_copy_([place for place, _ in held], [x.view(1) for _, x in held])
+
+    def keep(self) -> None:
+        """Call inside a capture: the graph reads the tables as they are."""
+        self.table.keep()
+        self.numbers.keep()
 
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}

@@ -86,6 +86,11 @@ class Followers:
         self._layout = [_layout(t) for t in parameters]
 
     @property
+    def count(self) -> int:
+        """How many parameters there are."""
+        return len(self._layout)
+
+    @property
     def repeats(self) -> bool:
         """Whether a step on the same tensors needs no new `bind`."""
         return False
@@ -111,6 +116,22 @@ class Followers:
 def _layout(tensor: Tensor) -> tuple[torch.Size, list[int]]:
     """Shape and strides. (The stride of an axis of length 1 means nothing: a 1 × 1 kernel is in either format.)"""
     return tensor.shape, [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill a stretch of memory, in any order of its axes."""
+    step = 1
+    for a in reversed(_axes(tensor)):
+        if tensor.stride(a) != step:
+            return False
+        step *= tensor.shape[a]
+    return True
+
+
+def _axes(tensor: Tensor) -> list[int]:
+    """The axes of more than one element, the outermost in memory first."""
+    strides = tensor.stride()
+    return sorted((a for a in range(tensor.ndim) if tensor.shape[a] > 1), key=lambda a: -strides[a])
 
 
 # -- slabs and entries -------------------------------------------------------------------------------------------------
@@ -200,12 +221,9 @@ def slabs_of(w: ScaledParameter, number: int, tensor: Tensor, n: int, tiles: Til
         raise InexpressibleError(f"{w.name} is empty")
     if tensor.numel() >= 2**31:
         raise InexpressibleError(f"{w.name} has {tensor.numel():,} elements, 2³¹ or more")
-    axes = sorted((a for a in range(tensor.ndim) if shape[a] > 1), key=lambda a: -strides[a])
-    step = 1
-    for a in reversed(axes):
-        if strides[a] != step:
-            raise InexpressibleError(f"the memory of {w.name} is not dense: strides {strides} for {tuple(shape)}")
-        step *= shape[a]
+    if not is_dense(tensor):
+        raise InexpressibleError(f"the memory of {w.name} is not dense: strides {strides} for {tuple(shape)}")
+    axes = _axes(tensor)
     parts = [_part(t, axes, sign) for t, sign in ((w.out, 1.0), (w.into, -1.0)) if t is not None]
     lengths = [shape[a] for a in axes]
     if w.fan_in is None or gain < 0:
@@ -500,7 +518,8 @@ class Plan:
     exponent: Tensor
     gain: Tensor  # per entry: which gain of a safe bias, -1 for none
     # memory
-    tiles: Tensor  # × 14, see `_tiles`
+    tiles: Tensor  # × 15, see `_tiles`
+    rest: Tensor  # tiles of all other memory, which leave nothing: for a pass that changes weights as it reads them
     nested: bool  # some take neighbouring columns together
     partials: int  # sums that the tiles leave,
     matrices: int  # and elements of the matrices
@@ -537,7 +556,7 @@ def make_plan(net: Anatomy, cycles: int = 1) -> Plan:
     lines = net.lines()
     plain, weighted = lines[~lines.weighted], lines[lines.weighted]
     readings = _readings(net.slabs, plain, lines if cycles > 1 else weighted, sizes)
-    tile_table = _tiles(readings, table)
+    tile_table = _tiles(net.slabs, readings, table)
     sources = _sources(readings, table)
     starts, items, pulls = _items(plain, readings, n)
     return Plan(
@@ -547,6 +566,7 @@ def make_plan(net: Anatomy, cycles: int = 1) -> Plan:
         exponent=net.exponent,
         gain=net.gain.to(torch.int32),
         tiles=tile_table.to(torch.int32),
+        rest=_rest(net.slabs, readings, table, sizes).to(torch.int32),
         nested=bool((tile_table[:, 5] > 1).any()),
         partials=max((reading.partials_end for reading in readings), default=0),
         matrices=max((reading.matrix_end for reading in readings), default=0),
@@ -651,13 +671,13 @@ def _readings(slabs: list[Slab], plain: Lines, weighed: Lines, sizes: Tiles) -> 
     return readings
 
 
-def _tiles(readings: list[Reading], table: Tensor) -> Tensor:
-    """× 14: parameter, first element, rows, columns, elements from row to row; how many neighbours, and how many
+def _tiles(slabs: list[Slab], readings: list[Reading], table: Tensor) -> Tensor:
+    """× 15: parameter, first element, rows, columns, elements from row to row; how many neighbours, and how many
     copies at which distance, are taken together; where column sums go, row sums and how far apart they are; where the
-    matrix goes, and its steps."""
-    tiles = [torch.zeros(0, 14, dtype=torch.int64)]
+    matrix goes, and its steps; the entry of the first element in a safe bias, -1 in others."""
+    tiles = [torch.zeros(0, 15, dtype=torch.int64)]
     for reading in readings:
-        parameter, offset, rows, pitch = table[reading.slab, :4].tolist()
+        parameter, offset, rows, pitch, _, column_entry = table[reading.slab].tolist()
         outer, columns, inner = reading.repeats
         r, k = torch.meshgrid(torch.arange(reading.down), torch.arange(reading.across), indexing="ij")
         r, k = r.reshape(-1), k.reshape(-1)
@@ -678,8 +698,40 @@ def _tiles(readings: list[Reading], table: Tensor) -> Tensor:
             nowhere if reading.matrix < 0 else reading.matrix + top * steps[0] + left * steps[1],
             torch.full_like(r, steps[0]),
             torch.full_like(r, steps[1]),
+            # a safe bias is one row, so its elements are its columns
+            nowhere if slabs[reading.slab].column_gain is None else column_entry + left * inner,
         ], 1))  # fmt: skip
     return torch.cat(tiles)
+
+
+def _rest(slabs: list[Slab], readings: list[Reading], table: Tensor, sizes: Tiles) -> Tensor:
+    """Tiles of slabs that nobody reads."""
+    read = {reading.slab for reading in readings}
+    tiles = [torch.zeros(0, 15, dtype=torch.int64)]
+    for number, (slab, (parameter, offset, *_, column_entry)) in enumerate(zip(slabs, table.tolist(), strict=True)):
+        if number not in read:
+            entry = -1 if slab.column_gain is None else column_entry
+            tiles.append(stretch(parameter, offset, slab.rows * slab.columns, sizes, entry))
+    return torch.cat(tiles)
+
+
+def stretch(parameter: int, start: int, length: int, sizes: Tiles, entry: int = -1) -> Tensor:
+    """Tiles of so many elements in a row, as `_tiles` tells them; they leave nothing."""
+    width = sizes.columns
+    step = max(sizes.share // width, sizes.rows) * width
+    whole = length - length % width
+    # all full lines, some at a time, and what is left of the last one
+    first = torch.tensor([*range(0, whole, step), *((whole,) if whole < length else ())], dtype=torch.int64)
+    full = first < whole
+    tiles = torch.zeros(len(first), 15, dtype=torch.int64)
+    tiles[:, 0], tiles[:, 1] = parameter, start + first
+    tiles[:, 2] = torch.where(full, (whole - first).clamp_max(step) // width, 1)
+    tiles[:, 3] = torch.where(full, width, length - whole)
+    tiles[:, 4] = width
+    tiles[:, 5:7] = 1
+    tiles[:, [8, 9, 11]] = -1
+    tiles[:, 14] = -1 if entry < 0 else entry + first
+    return tiles
 
 
 def _items(lines: Lines, readings: list[Reading], n: int) -> tuple[Tensor, Tensor, Tensor]:

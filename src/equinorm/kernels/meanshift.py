@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import Written, is_capturing
+
 __all__ = ["GradientAdapter", "Kernel", "dense", "scaled_kernel"]
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -109,18 +111,6 @@ class _ScaledKernel(torch.autograd.Function):
 # -- the gradients -------------------------------------------------------------------------------------------
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@triton.jit(do_not_specialize=[f"p{i}" for i in range(8)])
-def _write(table, p0, p1, p2, p3, p4, p5, p6, p7):
-    tl.store(table, p0)
-    tl.store(table + 1, p1)
-    tl.store(table + 2, p2)
-    tl.store(table + 3, p3)
-    tl.store(table + 4, p4)
-    tl.store(table + 5, p5)
-    tl.store(table + 6, p6)
-    tl.store(table + 7, p7)
 
 
 @triton.jit
@@ -236,36 +226,6 @@ def _scale_gradients(pointers, owners, firsts, sizes, state, GRADIENT: tl.conste
         tl.store(there, factor * tl.load(there, i < size, 0.0).to(tl.float32), i < size)
 
 
-class _Pointers:
-    """Addresses of tensors, on the device, at a fixed address of their own; written only when one has changed."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.padded = -(-count // 8) * 8
-        self.device = device
-        self.table = torch.empty(self.padded, dtype=torch.int64, device=device)
-        self.written: list[int] = []
-        self.captured: list[Tensor] = []
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The table, with the addresses of these tensors.
-
-        They travel as arguments of a kernel: a copy would read host memory later, when a graph is replayed.
-        A captured step has a table of its own, lest replaying and ordinary steps write over each other's.
-        """
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            table = torch.empty_like(self.table)
-            self.captured.append(table)
-        elif addresses == self.written:
-            return self.table
-        else:
-            table, self.written = self.table, addresses
-        addresses = addresses + addresses[-1:] * (self.padded - len(addresses))
-        for i in range(0, self.padded, 8):
-            _write[(1,)](table[i:], *addresses[i : i + 8])
-        return table
-
-
 class _Launch:
     """Tensors that one launch works on, each by as many programs as it has `parts`."""
 
@@ -274,7 +234,14 @@ class _Launch:
         self.firsts = torch.tensor([0, *accumulate(parts)][:-1], dtype=torch.int32, device=device)
         owners = torch.arange(len(parts), dtype=torch.int32)
         self.owners = torch.repeat_interleave(owners, torch.tensor(parts)).to(device)
-        self.pointers = _Pointers(addresses, device)
+        self.pointers = Written(addresses, torch.int64, device)
+
+    def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Of these tensors, on the device."""
+        self.pointers.write(tuple(tensor.data_ptr() for tensor in tensors))
+        if is_capturing(self.owners.device):
+            self.pointers.keep()
+        return self.pointers.values
 
 
 class _Adapting(_Launch):
@@ -351,7 +318,7 @@ class GradientAdapter:
                 gradients = [_gradient(V) for V in launch.V]
                 block_t = triton.next_power_of_2(launch.window)
                 _adapt[(launch.programs,)](
-                    launch.pointers.of([*launch.V, *gradients]),
+                    launch.addresses([*launch.V, *gradients]),
                     launch.owners,
                     launch.firsts,
                     launch.channels,
@@ -404,7 +371,7 @@ class GradientAdapter:
                 )
             for scaling in self.scaling:
                 _scale_gradients[(scaling.programs,)](
-                    scaling.pointers.of([gradients[i] for i in scaling.places]),
+                    scaling.addresses([gradients[i] for i in scaling.places]),
                     scaling.owners,
                     scaling.firsts,
                     scaling.sizes,

@@ -25,7 +25,8 @@ def run(
     *,
     device: str | None = None,
     only: tuple[str, ...] = (),
-    compiled: bool = True,
+    variants: tuple[str, ...] = (),
+    mode: str = "both",
     quick: bool = False,
     repeats: int = 7,
     minutes: float = float("inf"),
@@ -33,8 +34,11 @@ def run(
     """Measure, print and save; the files written. Parts that do not fit into the time are left out, with a word."""
     if unknown := set(parts) - set(PARTS):
         raise UserError(f"bench has no part {', '.join(sorted(unknown))}; it has {', '.join(PARTS)}")
+    known = {variant.name for network in steps.networks(torch.device("cpu")).values() for variant in network.variants}
+    if unknown := set(variants) - known:
+        raise UserError(f"bench has no variant {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    bench = _Bench(where, out, only, compiled, quick, repeats, time.monotonic() + 60 * minutes)
+    bench = _Bench(where, out, only, variants, mode, quick, repeats, time.monotonic() + 60 * minutes)
     for name in parts or PARTS:
         PARTS[name](bench)
     return bench.written
@@ -46,13 +50,14 @@ class _Bench:
         device: torch.device,
         out: Path,
         only: tuple[str, ...],
-        compiled: bool,
+        variants: tuple[str, ...],
+        mode: str,
         quick: bool,
         repeats: int,
         end: float,
     ) -> None:
-        self.device, self.out, self.only, self.compiled = device, out, only, compiled
-        self.quick, self.repeats, self.end = quick, repeats, end
+        self.device, self.out, self.only, self.variants = device, out, only, variants
+        self.mode, self.quick, self.repeats, self.end = mode, quick, repeats, end
         self.about, self.about_cpu = facts(device), facts(torch.device("cpu"))  # as it is before the work begins
         self.console = Console()
         self.written: list[Path] = []
@@ -84,21 +89,22 @@ def _steps(bench: _Bench) -> None:
     rows: list[steps.Row] = []
     text = ""
     for name, network in steps.networks(bench.device, bench.quick).items():
-        if not bench.wanted(name):
-            continue
         heavy = network.accumulate > 1
         # compiling every variant takes minutes: only those whose speed it changes, and only on images
-        modes: list[tuple[bool, tuple[str, ...]]] = [(False, ())]
-        if bench.compiled and network.image:
-            modes.append((True, ("no norm", "BN", "EquiNorm", "EquiNorm, a quarter", "MSR")))
-        for compiled, variants in modes:
+        modes = {"eager": tuple(variant.name for variant in network.variants)}
+        if network.image:
+            modes["compiled"] = ("no norm", "BN", "EquiNorm", "EquiNorm, a quarter", "MSR")
+        for mode, known in modes.items():
+            variants = tuple(name for name in known if not bench.variants or name in bench.variants)
+            if not variants or bench.mode not in ("both", mode) or not bench.wanted(name):
+                continue
             with bench.status() as say:
                 found = steps.measure(
                     network,
                     bench.device,
-                    compiled=compiled,
+                    compiled=mode == "compiled",
                     only=variants,
-                    repeats=3 if heavy else bench.repeats,
+                    repeats=min(3, bench.repeats) if heavy else bench.repeats,
                     steps=1 if heavy else 3,
                     say=say,
                 )

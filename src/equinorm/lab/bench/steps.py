@@ -2,6 +2,10 @@
 
 Forward, backward and SGD with momentum on random inputs; on a GPU bfloat16 autocast, channels_last and fused SGD, timed
 by CUDA events. The variants of a network take turns, so that a slow moment of the machine hits all of them.
+
+ENorm costs too little to be seen in a step that varies by a percent. So three things are measured as CUDA graphs too: a
+whole training step with and without it, the optimizer's step with and without it, and a cycle by itself beside what it
+takes to move its bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
@@ -19,21 +23,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import ENorm, MeanShiftRejection
+from ...enormsgd import ENormSGD
 from ...meanshift import parameter_groups, scaled_kernels
 from .. import models
 from .llama import Llama
 from .output import Timing
 
-__all__ = ["NETWORKS", "Network", "Row", "Variant", "measure", "networks", "sentences", "table"]
+WITHOUT = ("RMSNorm", "no norm")
+"""What a variant with ENorm is compared with: the first of these that the network has."""
+
+RATE = 1e-6
+"""The time of a step does not depend on the learning rate, and nets without a norm stay finite with this one."""
+
+__all__ = ["Network", "Row", "Variant", "measure", "networks", "sentences", "table"]
+
+
+def _sgd(model: nn.Module, params: Any, x: Tensor) -> torch.optim.Optimizer:
+    fast = {"fused": True} if x.is_cuda else {"foreach": True}
+    return torch.optim.SGD(params, lr=RATE, momentum=0.9, **fast)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A network with a normalization: how to build it, and what is attached to its optimizer."""
+    """A network with a normalization: how to build it, its optimizer, and what is attached to that."""
 
     name: str
     build: Callable[[], nn.Module]
     attach: Callable[[nn.Module, torch.optim.Optimizer, Tensor], object] = lambda *_: None
+    optimizer: Callable[[nn.Module, Any, Tensor], torch.optim.Optimizer] = _sgd
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,11 @@ class Row:
     peak: float | None  # GiB at the height of a step
     adds_memory: float | None  # GiB more than the variant without a norm
     cycle: Timing | None = None  # an ENorm cycle by itself
-    floor: Timing | None = None  # reading and writing weights and momentum once
+    floor: Timing | None = None  # reading and writing weights and momentum once: a copy
+    moved: int | None = None  # bytes, that is
+    bandwidth: float | None = None  # bytes per second that a copy of a gigabyte moves
+    update: Timing | None = None  # the optimizer's step by itself, ENorm's included
+    captured: Timing | None = None  # the whole training step as a CUDA graph
     failed: str = ""
 
 
@@ -69,6 +90,10 @@ def _enorm(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> obj
     enorm = ENorm(model, optimizer, x[:1], gradients=False)  # gradients are zeroed after every step
     enorm.attach()
     return enorm
+
+
+def _enorm_sgd(model: nn.Module, params: Any, x: Tensor) -> torch.optim.Optimizer:
+    return ENormSGD(model, x[:1], lr=RATE, momentum=0.9, params=params)
 
 
 def _msr(model: nn.Module, optimizer: torch.optim.Optimizer, _: Tensor) -> object:
@@ -90,6 +115,7 @@ def resnet(depth: int, batch: int, size: int = 224, classes: int = 1000, **optio
         Variant("GN", partial(build, "groupnorm", **({"groups": 1} if "width" in options else {}))),
         Variant("LN", partial(build, "layernorm")),
         Variant("ENorm", partial(build, "none"), _enorm),
+        Variant("ENorm, fused with SGD", partial(build, "none"), optimizer=_enorm_sgd),
         Variant("EquiNorm", partial(build, "equinorm")),
         Variant("EquiNorm, a quarter", partial(build, "equinorm", stats_fraction=0.25)),
         Variant("MSR", partial(build, "msr"), _msr),
@@ -116,6 +142,7 @@ def llama(batch: int, length: int = 2048, accumulate: int = 1, **options: Any) -
         Variant("RMSNorm", partial(build, nn.RMSNorm)),
         Variant("LN", partial(build, nn.LayerNorm)),
         Variant("RMSNorm + ENorm", partial(build, nn.RMSNorm), _enorm),
+        Variant("RMSNorm + ENorm, fused with SGD", partial(build, nn.RMSNorm), optimizer=_enorm_sgd),
     )
     vocabulary = options.get("vocabulary", 32000)
 
@@ -134,11 +161,11 @@ def networks(device: torch.device, quick: bool = False) -> dict[str, Network]:
     if device.type == "cuda":
         return {
             "resnet18": resnet(18, 256),
-            "resnet18-32": resnet(18, 32),
+            "llama": llama(256, 1024, accumulate=16),
             "resnet50": resnet(50, 256),
+            "resnet18-32": resnet(18, 32),
             "resnet50-32": resnet(50, 32),
-            "llama": llama(256, accumulate=32),
-            "llama-32": llama(32, accumulate=4),
+            "llama-32": llama(32, 1024, accumulate=2),
         }
     return {
         "resnet18": resnet(18, 8),
@@ -146,8 +173,6 @@ def networks(device: torch.device, quick: bool = False) -> dict[str, Network]:
         "llama": llama(1, 128, layers=2, width=512, hidden=1408),
     }
 
-
-NETWORKS = ("resnet18", "resnet18-32", "resnet50", "resnet50-32", "llama", "llama-32")
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
@@ -167,23 +192,26 @@ class Stepper:
         groups: Any = list(self.model.parameters())
         if any(True for _ in scaled_kernels(self.model)):
             groups = parameter_groups(self.model)
-        fast = {"fused": True} if device.type == "cuda" else {"foreach": True}
-        self.optimizer = torch.optim.SGD(groups, lr=1e-6, momentum=0.9, **fast)
+        self.optimizer = variant.optimizer(self.model, groups, self.x)
         self.method = variant.attach(self.model, self.optimizer, self.x)
         self.run = torch.compile(self.model) if compiled else self.model
-        for _ in range(3 if self.accumulate == 1 else 1):
-            self.step()
+        for _ in range(3):
+            self.step(min(self.accumulate, 2))
         self._wait()
         self.static = self._allocated() - before
 
-    def step(self) -> None:
-        for _ in range(self.accumulate):
-            with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-                out = self.run(self.x)
-                loss = F.cross_entropy(out.flatten(0, -2).float(), self.y.flatten())
-            loss.backward()
+    def step(self, passes: int | None = None) -> None:
+        """One training step; `passes` instead of all that it accumulates where only memory matters."""
+        for _ in range(passes or self.accumulate):
+            self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def backward(self) -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            out = self.run(self.x)
+            loss = F.cross_entropy(out.flatten(0, -2).float(), self.y.flatten())
+        loss.backward()
 
     def peak(self) -> float | None:
         """GiB at the height of a step: what this variant keeps, and what a step adds to it."""
@@ -192,7 +220,7 @@ class Stepper:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         rest = self._allocated()
-        self.step()
+        self.step(min(self.accumulate, 2))
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - rest + self.static) / 2**30
 
@@ -203,21 +231,75 @@ class Stepper:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def cycles(self, repeats: int) -> tuple[Timing, Timing] | None:
-        """An ENorm cycle by itself, captured as a graph on CUDA, and its floor, taking turns.
+    @property
+    def enorm(self) -> ENorm | None:
+        if isinstance(self.optimizer, ENormSGD):
+            return self.optimizer.enorm
+        return self.method if isinstance(self.method, ENorm) else None
 
-        The floor is what it takes to read and write weights and momentum once: a copy of as many bytes.
-        """
-        if not isinstance(self.method, ENorm):
-            return None
-        weights = [p for p in self.model.parameters() if p.ndim > 1]
-        moved = sum(p.numel() * p.element_size() for p in weights) * 2  # the weights and the momentum
-        source = torch.empty(moved, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        cycle = captured(self.method.step, self.device)
-        copy = captured(lambda: target.copy_(source), self.device)
-        turns = [(milliseconds(cycle, 10, self.device), milliseconds(copy, 10, self.device)) for _ in range(repeats)]
-        return Timing.of([a for a, _ in turns]), Timing.of([b for _, b in turns])
+    @property
+    def moved(self) -> int:
+        """Bytes that an ENorm cycle reads and writes at least: weights and momentum, once."""
+        return 4 * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.ndim > 1)
+
+
+def copying(moved: int, device: torch.device) -> Callable[[], object]:
+    """A copy that reads and writes so many bytes, taken together."""
+    source, target = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+def measure_alone(steppers: dict[str, Stepper], repeats: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """ENorm by itself, where there is one: fields of `Row` by variant. Captured as graphs on CUDA, taking turns."""
+    with_enorm = {name: stepper for name, stepper in steppers.items() if stepper.enorm is not None}
+    if not with_enorm:
+        return {}
+    base = {name: steppers[name] for name in WITHOUT if name in steppers}
+    bodies: dict[tuple[str, str], Callable[[], object]] = {}
+    for name, stepper in (base | with_enorm).items():
+        stepper.backward()  # gradients, which stay where they are
+        bodies[name, "update"] = captured(stepper.optimizer.step, device)
+        if isinstance(stepper.method, ENorm):
+            bodies[name, "cycle"] = captured(stepper.method.step, device)
+            bodies[name, "floor"] = captured(copying(stepper.moved, device), device)
+    found: dict[str, dict[str, Any]] = {name: {} for name in base | with_enorm}
+    for (name, what), timing in take_turns(bodies, repeats, 10 if device.type == "cuda" else 2, device).items():
+        found[name][what] = timing
+    bodies.clear()
+    most = 2**30 if device.type == "cuda" else 2**27
+    copy = copying(most, device)
+    seconds = min(milliseconds(copy, 5, device) for _ in range(4)) / 1e3  # the first touches the memory
+    for name, stepper in with_enorm.items():
+        found[name].update(moved=stepper.moved, bandwidth=most / seconds)
+    for name in found:
+        steppers[name].optimizer.zero_grad()
+    return found
+
+
+def measure_captured(steppers: dict[str, Stepper], repeats: int, device: torch.device) -> dict[str, Timing]:
+    """Whole training steps as CUDA graphs, taking turns: those with an ENorm, and what they are compared with."""
+    chosen = {
+        name: stepper.step
+        for name, stepper in steppers.items()
+        if stepper.accumulate == 1 and (stepper.enorm is not None or name in WITHOUT)
+    }
+    if device.type != "cuda" or len(chosen) < 2:
+        return {}
+    return take_turns({name: captured(step, device) for name, step in chosen.items()}, repeats, 10, device)
+
+
+Name = TypeVar("Name")
+
+
+def take_turns(
+    bodies: dict[Name, Callable[[], object]], repeats: int, times: int, device: torch.device
+) -> dict[Name, Timing]:
+    """The time of one call of each, so many calls at a time."""
+    found: dict[Name, list[float]] = {name: [] for name in bodies}
+    for _ in range(repeats):
+        for name, body in bodies.items():
+            found[name].append(milliseconds(body, times, device))
+    return {name: Timing.of(values) for name, values in found.items()}
 
 
 def captured(body: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -274,14 +356,18 @@ def measure(
             steppers[variant.name] = Stepper(network, variant, device, compiled)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             failed[variant.name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    times: dict[str, list[float]] = {name: [] for name in steppers}
-    for turn in range(repeats):
-        say(f"{network.name}, {mode}: turn {turn + 1} of {repeats}")
-        for name, stepper in steppers.items():
-            times[name].append(milliseconds(stepper.step, steps, device))
+    say(f"{network.name}, {mode}: {repeats} turns")
+    times = take_turns({name: stepper.step for name, stepper in steppers.items()}, repeats, steps, device)
     peaks = {name: stepper.peak() for name, stepper in steppers.items()}
-    cycles = {name: found for name, stepper in steppers.items() if (found := stepper.cycles(repeats)) is not None}
-    rows = list(_rows(network.name, mode, {name: Timing.of(t) for name, t in times.items()}, peaks, cycles))
+    say(f"{network.name}, {mode}: ENorm by itself")
+    alone = measure_alone(steppers, repeats, device)
+    try:
+        whole = {} if compiled else measure_captured(steppers, repeats, device)
+    except RuntimeError as error:  # no memory for several graphs, say: what was measured is worth keeping
+        say(f"{network.name}: no whole step was captured, {error}")
+        whole = {}
+    more = {name: alone.get(name, {}) | ({"captured": whole[name]} if name in whole else {}) for name in steppers}
+    rows = list(_rows(network.name, mode, times, peaks, more))
     rows += [Row(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
              for name, why in failed.items()]  # fmt: skip
     steppers.clear()
@@ -296,7 +382,7 @@ def _rows(
     mode: str,
     times: dict[str, Timing],
     peaks: dict[str, float | None],
-    cycles: dict[str, tuple[Timing, Timing]],
+    more: dict[str, dict[str, Any]],
 ) -> Iterator[Row]:
     plain, bn = times.get("no norm"), times.get("BN")
     base = peaks.get("no norm")
@@ -304,8 +390,8 @@ def _rows(
         adds = timing.median - plain.median if plain else float("nan")
         of_bn = adds / (bn.median - plain.median) if plain and bn and bn.median != plain.median else None
         peak = peaks[name]
-        more = peak - base if peak is not None and base is not None else None
-        yield Row(network, name, mode, timing, adds, of_bn, peak, more, *cycles.get(name, ()))
+        memory = peak - base if peak is not None and base is not None else None
+        yield Row(network, name, mode, timing, adds, of_bn, peak, memory, **more[name])
 
 
 def table(rows: list[Row]) -> Table:
@@ -328,16 +414,47 @@ def table(rows: list[Row]) -> Table:
 
 
 def sentences(rows: list[Row]) -> list[str]:
-    """What an ENorm cycle costs by itself, against the floor, BatchNorm and the step."""
-    added_by_bn = next((row.adds for row in rows if row.variant == "BN"), None)
-    said = []
-    for row in rows:
-        if row.cycle is None or row.floor is None:
-            continue
-        parts = [f"{row.network}, {row.mode}: an ENorm cycle with momentum by itself {row.cycle} ms"]
-        parts.append(f"{row.cycle.median / row.floor.median:.1f} times the floor of {row.floor} ms")
-        parts.append(f"{100 * row.cycle.median / row.step.median:.2f} % of the step")
-        if added_by_bn is not None:
-            parts.append(f"{row.cycle.median / added_by_bn:.3f} of what BN adds")
-        said.append(", ".join(parts))
+    """What ENorm costs by itself, against the bytes it moves, BatchNorm and the step."""
+    by_bn = next((row.adds for row in rows if row.variant == "BN"), None)
+    said = [sentence for row in rows for sentence in (*_of_cycle(row, by_bn), *_of_floor(row))]
+    said += _compared(rows, "update", "the optimizer's step by itself", by_bn)
+    said += _compared(rows, "captured", "the whole step as a CUDA graph", by_bn)
     return said + [f"{row.network}, {row.mode}, {row.variant} failed: {row.failed}" for row in rows if row.failed]
+
+
+def _of_cycle(row: Row, by_bn: float | None) -> Iterator[str]:
+    if row.cycle is None or row.floor is None:
+        return
+    parts = [f"{row.network}, {row.mode}: an ENorm cycle with momentum by itself {row.cycle} ms"]
+    parts.append(f"{row.cycle.median / row.floor.median:.1f} times the floor of {row.floor} ms")
+    parts.append(f"{100 * row.cycle.median / row.step.median:.2f} % of the step")
+    if by_bn is not None:
+        parts.append(f"{row.cycle.median / by_bn:.3f} of what BN adds")
+    yield ", ".join(parts)
+
+
+def _of_floor(row: Row) -> Iterator[str]:
+    if row.floor is None or row.moved is None or row.bandwidth is None:
+        return
+    least = 1e3 * row.moved / row.bandwidth
+    yield (
+        f"{row.network}: the floor is to read and write weights and momentum once, {row.moved / 1e6:.1f} MB: "
+        f"{row.floor} ms as a copy, {least:.3f} ms at the {row.bandwidth / 1e9:.0f} GB/s of a large copy"
+    )
+
+
+def _compared(rows: list[Row], field: str, what: str, by_bn: float | None) -> Iterator[str]:
+    """How much longer something takes with ENorm."""
+    found = {row.variant: (row, timing) for row in rows if (timing := getattr(row, field)) is not None}
+    base = next((found[name][1] for name in WITHOUT if name in found), None)
+    for variant, (row, timing) in found.items():
+        if variant in WITHOUT or base is None:
+            continue
+        added = timing.median - base.median
+        parts = [
+            f"{row.network}, {row.mode}: {what} {timing} ms with {row.variant}, {base} ms without: {added:+.3f} ms"
+        ]
+        parts.append(f"{100 * added / row.step.median:.2f} % of the step")
+        if by_bn is not None:
+            parts.append(f"{added / by_bn:.3f} of what BN adds")
+        yield ", ".join(parts)
