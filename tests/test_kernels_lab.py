@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_what_does_not_fit(x: Tensor, why: str) -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The fused layers find the interpreted kernels; the names of those they asked for."""
     asked: list[str] = []
 
@@ -85,7 +86,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"convolution": convolution, "batchnorm": small}[name]
 
     monkeypatch.setattr(fused, "kernels", kernels)
-    return asked
+    with fused.fused_kernels():
+        yield asked
 
 
 def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -132,3 +134,11 @@ def test_hooks_still_hear_every_module(launched: list[str]) -> None:
     model(torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last))
     assert len(heard) == 14
     assert "batchnorm" not in launched
+
+
+def test_nothing_is_fused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("nobody asked")
+
+    monkeypatch.setattr(fused, "kernels", refuse)
+    models.build("resnet_cifar", classes=3, in_shape=(3, 8, 8), depth=8, width=16)(torch.rand(2, 3, 8, 8))

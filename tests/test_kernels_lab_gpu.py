@@ -34,6 +34,7 @@ def test_batch_norm(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Non
 
 def test_the_same_numbers_every_time() -> None:
     from equinorm.lab import models
+    from equinorm.lab.models.fused import fused_kernels
 
     torch.manual_seed(0)
     model = models.build("resnet110", classes=10, in_shape=(3, 32, 32), depth=20).cuda()
@@ -42,7 +43,8 @@ def test_the_same_numbers_every_time() -> None:
     found = []
     for _ in range(3):
         model.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16), torch.backends.cudnn.flags(deterministic=True):
+        deterministic = torch.backends.cudnn.flags(deterministic=True)
+        with torch.autocast("cuda", torch.bfloat16), deterministic, fused_kernels():
             nn.functional.cross_entropy(model(x).float(), torch.zeros(128, dtype=torch.long, device="cuda")).backward()
         found.append([p.grad.clone() for p in model.parameters()])
     for later in found[1:]:

@@ -98,7 +98,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert main(command) == 0
     assert "RMSNorm + ENorm" in capsys.readouterr().out
-    assert (tmp_path / "bench_steps_cpu.txt").read_text().startswith("command: ")
+    assert (tmp_path / "bench_steps_llama_eager_cpu.txt").read_text().startswith("command: ")
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:

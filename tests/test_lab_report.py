@@ -415,7 +415,7 @@ def write_benchmarks(folder: Path) -> None:
     ]
     rows += [{**rows[0], "variant": "GN", "failed": "RuntimeError"}, {**rows[0], "network": "ResNet-18, batch 32"}]
     about = {"hardware": "NVIDIA H200; AMD EPYC, 16 cores"}
-    (folder / "bench_steps_gpu.json").write_text(json.dumps({**about, "rows": rows}))
+    (folder / "bench_steps_resnet18_eager_gpu.json").write_text(json.dumps({**about, "rows": rows}))
     lab = [
         ("FC-19", 1, 2.0),
         ("FC-19, BN", 1, 3.0),
@@ -438,7 +438,7 @@ def test_costs_are_those_of_the_benchmarks(tmp_path: Path) -> None:
             "ResNet-18, batch 256, eager", "no norm", {"no norm": 1.0, "BatchNorm": 1.5, "ENorm": 1.05}, "NVIDIA H200"
         ),
     ]
-    (tmp_path / "bench_steps_gpu.json").write_text('{"rows": 3}')
+    (tmp_path / "bench_steps_resnet18_eager_gpu.json").write_text('{"rows": 3}')
     assert len(headline.costs(tmp_path)) == 2
 
 

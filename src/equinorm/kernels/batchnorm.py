@@ -24,11 +24,13 @@ SHARES = 128
 """Into how many parts a batch is cut at most."""
 TILE = 4096
 """Elements that a program holds at once."""
+MOST = 2**25
+"""Elements of a batch: more than these want more programs than there are shares."""
 
 
 def fits(x: Tensor, plus: Tensor | None = None) -> bool:
     """Whether `batch_norm` takes these: images in channels_last, more than one value per channel."""
-    if x.dim() != 4 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.numel() >= 2**31:
+    if x.dim() != 4 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.numel() > MOST:
         return False
     if not x.is_contiguous(memory_format=torch.channels_last) or x.numel() <= x.shape[1]:
         return False

@@ -29,6 +29,7 @@ from ..meanshift import parameter_groups, scaled_kernels
 from . import models
 from .data import DataSet, augment, draw_lambda, mixed_loss
 from .data.folder import SIZE, ImageFolder, stream
+from .models.fused import fused_kernels
 from .runs import Run
 
 __all__ = ["Inputs", "Streamed", "Training", "precision"]
@@ -474,8 +475,10 @@ class Training:
 
     # -- graphs --------------------------------------------------------------------------------------------------------
 
-    def _context(self) -> AbstractContextManager[Any]:
-        return precision(self.run.precision, self.device)
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with precision(self.run.precision, self.device), fused_kernels():
+            yield
 
     def _stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.stream) if self.captured else nullcontext()

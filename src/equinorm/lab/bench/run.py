@@ -86,8 +86,7 @@ class _Bench:
 
 
 def _steps(bench: _Bench) -> None:
-    rows: list[steps.Row] = []
-    text = ""
+    """A file for every network and mode, so that one can be measured anew without the others."""
     for name, network in steps.networks(bench.device, bench.quick).items():
         heavy = network.accumulate > 1
         # compiling every variant takes minutes: only those whose speed it changes, and only on images
@@ -108,9 +107,8 @@ def _steps(bench: _Bench) -> None:
                     steps=1 if heavy else 3,
                     say=say,
                 )
-            rows += found
-            text += show([steps.table(found), *steps.sentences(found)], bench.console)
-            bench.written += save(bench.out, f"bench_steps{bench.suffix}", text, rows, bench.about)
+            text = show([steps.table(found), *steps.sentences(found)], bench.console)
+            bench.written += save(bench.out, f"bench_steps_{name}_{mode}{bench.suffix}", text, found, bench.about)
 
 
 def _scaling(bench: _Bench) -> None:

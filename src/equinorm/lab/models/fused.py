@@ -1,8 +1,16 @@
-"""The same layers with fewer and better filled kernels on a GPU; everywhere else they are what they are in torch."""
+"""The same layers with fewer and better filled kernels, for those who ask for them:
+
+    with fused_kernels():
+        loss = model(x).square().sum()    # small convolutions, and BatchNorm with the sum and ReLU that follow it
+
+Without, and wherever the kernels cannot be launched, the layers are what they are in torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +18,31 @@ from torch.nn.modules import module as hooks
 
 from ...kernels.dispatch import kernels
 
-__all__ = ["Conv2d", "add_and_rectify"]
+__all__ = ["Conv2d", "add_and_rectify", "fused_kernels"]
+
+_wanted = False
+
+
+@contextmanager
+def fused_kernels() -> Iterator[None]:
+    """Use the kernels in here."""
+    global _wanted
+    before, _wanted = _wanted, True
+    try:
+        yield
+    finally:
+        _wanted = before
+
+
+def _kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
+    return kernels(name, *tensors) if _wanted else None
 
 
 class Conv2d(nn.Conv2d):
-    """A convolution; one of 3 × 3 with few channels, in half precision, is done by `equinorm.kernels.convolution`."""
+    """A convolution; one of 3 × 3 with few channels, in half precision, can be fused."""
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found = kernels("convolution", x, weight) if bias is None and self._is_small else None
+        found = _kernels("convolution", x, weight) if bias is None and self._is_small else None
         if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
             out: Tensor = found.conv3x3(x, weight)
             return out
@@ -67,7 +92,7 @@ def _batch_norm(norm: nn.Module, x: Tensor, plus: Tensor | None) -> Tensor | Non
     """relu(norm(x) + plus) in two kernels, if these can be launched."""
     if type(norm) is not nn.BatchNorm2d or not (norm.training and norm.affine) or norm.momentum is None:
         return None
-    found = kernels("batchnorm", x, plus, norm.weight, norm.bias)
+    found = _kernels("batchnorm", x, plus, norm.weight, norm.bias)
     if found is None or norm.weight.dtype != torch.float32 or not found.fits(x, plus):
         return None
     running = norm.running_mean, norm.running_var, norm.num_batches_tracked

@@ -155,9 +155,11 @@ class Cost:
 def costs(folder: Path) -> list[Cost]:
     """What `equinorm bench` has measured on a GPU, in the files that it left in a folder."""
     found = []
-    for name, read in (("bench_lab_gpu.json", _of_lab), ("bench_steps_gpu.json", _of_steps)):
+    files = [(folder / "bench_lab_gpu.json", _of_lab)]
+    files += [(path, _of_steps) for path in sorted(folder.glob("bench_steps_*_gpu.json"))]
+    for path, read in files:
         try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
             hardware = str(content["hardware"]).partition(";")[0]
             by_network: dict[str, dict[str, float]] = {}
             for network, variant, milliseconds in read(content["rows"]):
