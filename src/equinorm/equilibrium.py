@@ -34,7 +34,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels.dispatch import kernels
+from .kernels.dispatch import compilable, kernels
+from .kernels.operators import equilibrated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,6 +58,8 @@ EPS = 1e-5
 """A sum smaller than this part of its absolute terms counts as zero; rounding errors stay well below."""
 TINY = 1e-12
 """Mean inputs and weights of this size count as zero; the square of 1 / TINY is still finite in float32."""
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Layer = TypeVar("Layer", bound="_EquiNorm")
 
@@ -356,10 +359,18 @@ class _EquiNorm(nn.Module):
             return operation(self._rounded(self._effective_weight(self.running_mean, 1.0)))
         # as with SyncBatchNorm, processes wait for each other only while training
         means = input_means(x, self.stats_fraction, channel_dim, self.process_group if self.training else None)
-        output = operation(self._rounded(self._effective_weight(means, rho)))
+        output = operation(self._weight_in_training(means, rho))
         if self.training and self.running_mean is not None and x.numel() > 0:
             self._track(means.detach() / rho)
         return output
+
+    def _weight_in_training(self, means: Tensor, rho: float) -> Tensor:
+        """The weight in equilibrium as the operation takes it; for `torch.compile` one kernel each way."""
+        weight = self._output_first()
+        if compilable(weight, self.gain) and weight.dtype in KERNEL_DTYPES and _is_dense(weight):
+            options = (self._groups(), self.two_pass, self.eps, self._operation_dtype())
+            return self._as_stored(equilibrated(weight, means / rho, self.gain, *options)[0])
+        return self._rounded(self._effective_weight(means, rho))
 
     def _effective_weight(self, means: Tensor, rho: float) -> Tensor:
         """gain · s (w + b), stored as `weight` is. With the gain in the weight the affine costs nothing."""
@@ -495,6 +506,12 @@ class _EquiNorm(nn.Module):
             value = getattr(self, option.name)
             text += "" if value == option.default else f", {option.name}={value}"
         return text
+
+
+def _is_dense(weight: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = formats.get(weight.dim(), torch.contiguous_format)
+    return weight.is_contiguous() or weight.is_contiguous(memory_format=layout)
 
 
 def _options() -> list[inspect.Parameter]:

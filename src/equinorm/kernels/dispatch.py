@@ -8,6 +8,7 @@ Without Triton there are no kernels.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -18,18 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["Launch", "Written", "is_capturing", "kernels", "launchable", "plain_only"]
+__all__ = ["Launch", "Written", "compilable", "is_capturing", "kernels", "launchable", "module", "plain_only"]
 
 ALIGNMENT = 16
 """Bytes. Triton has another version of a kernel for addresses that are not multiples of this."""
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
 _allowed = True
 
 
 def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
     """`equinorm.kernels.<name>` if its kernels can be launched on these tensors, here and now; else None."""
-    return _module(name) if launchable(*tensors) else None
+    return module(name) if launchable(*tensors) else None
 
 
 def launchable(*tensors: Tensor | None) -> bool:
@@ -54,6 +57,16 @@ def launchable(*tensors: Tensor | None) -> bool:
     )
 
 
+def compilable(*tensors: Tensor | None) -> bool:
+    """Whether `torch.compile` is looking, at tensors on CUDA, and there is Triton: then `operators` may be called.
+
+    Not where it looks in order to export: a program for elsewhere has to be made of torch's own operations.
+    """
+    if not torch.compiler.is_compiling() or _is_exporting() or not _HAS_TRITON or not _allowed:
+        return False
+    return all(tensor is None or tensor.is_cuda for tensor in tensors)
+
+
 @contextmanager
 def plain_only() -> Iterator[None]:
     """Use the plain twins in here, for comparisons.
@@ -70,7 +83,8 @@ def plain_only() -> Iterator[None]:
 
 
 @cache
-def _module(name: str) -> ModuleType | None:
+def module(name: str) -> ModuleType | None:
+    """`equinorm.kernels.<name>`; None without Triton."""
     try:
         importlib.import_module("triton")
     except ImportError:

@@ -104,7 +104,7 @@ def _steps(bench: _Bench) -> None:
                     compiled=mode == "compiled",
                     only=variants,
                     repeats=min(3, bench.repeats) if heavy else bench.repeats,
-                    steps=1 if heavy else 3,
+                    steps=1 if bench.quick else None,
                     say=say,
                 )
             text = show([steps.table(found), *steps.sentences(found)], bench.console)

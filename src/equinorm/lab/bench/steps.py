@@ -87,13 +87,18 @@ class Row:
 
 
 def _enorm(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> object:
-    enorm = ENorm(model, optimizer, x[:1], gradients=False)  # gradients are zeroed after every step
+    enorm = ENorm(model, optimizer, _example(x), gradients=False)  # gradients are zeroed after every step
     enorm.attach()
     return enorm
 
 
 def _enorm_sgd(model: nn.Module, params: Any, x: Tensor) -> torch.optim.Optimizer:
-    return ENormSGD(model, x[:1], lr=RATE, momentum=0.9, params=params)
+    return ENormSGD(model, _example(x), lr=RATE, momentum=0.9, params=params)
+
+
+def _example(x: Tensor) -> Tensor:
+    """What to trace a network with: one image, or the beginning of one text."""
+    return x[:1] if x.is_floating_point() else x[:1, :64]
 
 
 def _msr(model: nn.Module, optimizer: torch.optim.Optimizer, _: Tensor) -> object:
@@ -341,10 +346,13 @@ def measure(
     compiled: bool = False,
     only: tuple[str, ...] = (),
     repeats: int = 7,
-    steps: int = 3,
+    steps: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Time every variant of a network, taking turns. A variant that fails is named with its error; the others go on."""
+    """Time every variant of a network, taking turns of so many steps, or of a fifth of a second.
+
+    A variant that fails is named with its error; the others go on.
+    """
     steppers: dict[str, Stepper] = {}
     failed: dict[str, str] = {}
     mode = "compiled" if compiled else "eager"
@@ -357,7 +365,11 @@ def measure(
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             failed[variant.name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     say(f"{network.name}, {mode}: {repeats} turns")
-    times = take_turns({name: stepper.step for name, stepper in steppers.items()}, repeats, steps, device)
+    bodies: dict[str, Callable[[], object]] = {name: stepper.step for name, stepper in steppers.items()}
+    if steps is None:  # a queue takes a while to fill: what comes in one step is not what it costs in many
+        first = milliseconds(next(iter(bodies.values()), lambda: None), 1, device)
+        steps = max(1, min(20, round(200 / max(first, 1e-3))))
+    times = take_turns(bodies, repeats, steps, device)
     peaks = {name: stepper.peak() for name, stepper in steppers.items()}
     say(f"{network.name}, {mode}: ENorm by itself")
     alone = measure_alone(steppers, repeats, device)
