@@ -17,28 +17,39 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: fl
 
 
 def check_convolution(
-    kernels: Any, images: tuple[int, int, int], channels: tuple[int, int], precision: torch.dtype, **kernel: Any
+    kernels: Any,
+    images: tuple[int, int, int],
+    channels: tuple[int, int],
+    precision: torch.dtype,
+    plus: bool = False,
+    relu: bool = False,
+    device: str = "cpu",
+    **kernel: Any,
 ) -> None:
     """`kernel`: dtype and memory_format of the weight."""
-    (n, height, width), (a, b), device = images, channels, kernel.pop("device", "cpu")
+    (n, height, width), (a, b) = images, channels
     x = torch.randn(n, a, height, width, device=device).to(precision).contiguous(memory_format=torch.channels_last)
     weight = (0.1 * torch.randn(b, a, 3, 3, device=device)).to(**kernel)
-    x.requires_grad_()
-    weight.requires_grad_()
+    added = torch.randn(n, b, height, width, device=device).to(precision) if plus else None  # not in channels_last
+    tensors = [t.requires_grad_() for t in (x, weight, added) if t is not None]
+    exact = [t.detach().to(precision).double().requires_grad_() for t in tensors]
     assert kernels.fits(x, weight)
-    out = kernels.conv3x3(x, weight)
+    out = kernels.conv3x3(x, weight, added, relu)
     assert out.dtype == precision
     grad = torch.randn_like(out)
     out.backward(grad)
-    exact_x = x.detach().double().requires_grad_()
-    exact_weight = weight.detach().to(precision).double().requires_grad_()
-    exact = F.conv2d(exact_x, exact_weight, padding=1)
-    exact.backward(grad.double())
+    expected = F.conv2d(exact[0], exact[1], padding=1)
+    expected = expected + exact[2] if plus else expected
+    if relu:  # where rounding decides what is positive, follow it
+        assert_close(out, expected.relu(), precision, scale=1.0)
+        expected = expected * (out > 0)
+    expected.backward(grad.double())
+    assert_close(out, expected, precision, scale=1.0)
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()
-    assert_close(out, exact, precision)
-    assert_close(x.grad, exact_x.grad, precision)
-    assert_close(weight.grad, exact_weight.grad, weight.dtype, scale=40 * (n * height * width) ** 0.5)
+    for mine, theirs in zip(tensors, exact, strict=True):
+        many = 40 * (n * height * width) ** 0.5 if mine is weight else 1.0
+        assert_close(mine.grad, theirs.grad, mine.dtype, scale=many)
 
 
 def check_batch_norm(

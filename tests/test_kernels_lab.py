@@ -32,14 +32,20 @@ formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
     st.tuples(channels, channels),
     st.sampled_from([torch.float16, torch.float32]),
     formats,
+    st.booleans(),
+    st.booleans(),
 )
-def test_convolution(images: Any, channels: Any, dtype: torch.dtype, layout: torch.memory_format) -> None:
-    check_convolution(convolution, images, channels, torch.float16, dtype=dtype, memory_format=layout)
+def test_convolution(
+    images: Any, channels: Any, dtype: torch.dtype, layout: torch.memory_format, plus: bool, relu: bool
+) -> None:
+    check_convolution(convolution, images, channels, torch.float16, plus, relu, dtype=dtype, memory_format=layout)
 
 
 def test_parts_of_the_weight_gradient_are_all_summed() -> None:
     """More pixels than one part holds, and a last part that is not full."""
-    check_convolution(convolution, (3, 57, 53), (16, 16), torch.float16, memory_format=torch.channels_last)
+    check_convolution(
+        convolution, (3, 57, 53), (16, 16), torch.float16, relu=True, memory_format=torch.channels_last
+    )  # fmt: skip
 
 
 @quick
@@ -123,6 +129,22 @@ def test_small_convolutions_are_found(launched: list[str]) -> None:
     for other in (fused.Conv2d(16, 16, 3, 2, 1, bias=False), fused.Conv2d(16, 16, 3, padding=1)):
         other.half()(x)
     assert launched == ["convolution"]  # a stride, or a bias, is for torch
+
+
+@pytest.mark.parametrize("norm", ["none", "msr"])
+def test_convolutions_take_in_what_follows(launched: list[str], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = models.build("resnet_cifar", classes=3, in_shape=(3, 8, 8), depth=8, width=16, norm=norm)
+    model = model.to(memory_format=torch.channels_last).half()  # type: ignore[call-overload]
+    x = torch.rand(2, 3, 8, 8).half().to(memory_format=torch.channels_last)
+    rectified = []
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: rectified.append(1) or torch.relu(x))
+    found = outcome(model, x)
+    assert launched.count("convolution") >= 4
+    assert len(rectified) == 1  # of the stem
+    exact = outcome(copy.deepcopy(model).double(), x.double())
+    for name, tensor in found.items():
+        assert_close(tensor, exact[name], torch.float16, scale=float(exact[name].abs().max()) + 10)
 
 
 def test_hooks_still_hear_every_module(launched: list[str]) -> None:

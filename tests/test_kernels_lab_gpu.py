@@ -19,8 +19,10 @@ def test_convolution(dtype: torch.dtype, layout: torch.memory_format) -> None:
     from equinorm.kernels import convolution
 
     sizes = [((128, 32, 32), (16, 16)), ((3, 5, 7), (64, 16)), ((3, 5, 7), (32, 64)), ((1, 1, 1), (16, 16))]
-    for (images, channels), weight in product(sizes, [dtype, torch.float32]):
-        check_convolution(convolution, images, channels, dtype, dtype=weight, memory_format=layout, device="cuda")
+    for i, ((images, channels), weight) in enumerate(product(sizes, [dtype, torch.float32])):
+        after = {"plus": i % 3 == 0, "relu": i % 2 == 0}
+        kernel = {"dtype": weight, "memory_format": layout, "device": "cuda"}
+        check_convolution(convolution, images, channels, dtype, **after, **kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -5,8 +5,9 @@
 The libraries' kernels are made for many channels. With 16 to 64, as in the ResNets for CIFAR, they leave most of a tile
 empty, and their repeatable weight gradient converts everything to float32 first. Here a tile is as wide as the layer.
 
-Three kernels: the output, which is also the input's gradient with the kernel turned round; the weight's gradient in
-parts; and the sum of those parts, in a fixed order, so that the same numbers come out every time.
+Three kernels: the output, with the sum and the ReLU that follow it, which is also the input's gradient with the kernel
+turned round; the weight's gradient in parts; and the sum of those parts, in a fixed order, so that the same numbers
+come out every time.
 """
 
 from __future__ import annotations
@@ -51,27 +52,36 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def conv3x3(x: Tensor, weight: Tensor) -> Tensor:
-    """`conv2d(x, weight, padding=1)` for what `fits`, summed in float32; a float32 weight is rounded on its way."""
+def conv3x3(x: Tensor, weight: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
+    """`conv2d(x, weight, padding=1)` for what `fits`, summed in float32; a float32 weight is rounded on its way.
+
+    With the sum and the ReLU that may follow: relu(conv + plus), rounded once. `plus` has the shape and dtype of that.
+    """
+    if plus is not None:
+        plus = plus.contiguous(memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
-        out: Tensor = _Conv3x3.apply(x, weight)
+        out: Tensor = _Conv3x3.apply(x, weight, plus, relu)
     return out
 
 
 class _Conv3x3(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _convolved(x, weight, turned=False)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plus: Tensor | None, relu: bool) -> Tensor:
+        out = _convolved(x, weight, plus=plus, relu=relu)
+        ctx.save_for_backward(x, weight, out if relu else None)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, out = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
-        grad_x = _convolved(grad, weight, turned=True) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
+        for_x, for_weight, for_plus, _ = ctx.needs_input_grad
+        if for_plus and out is not None:
+            grad, out = torch.ops.aten.threshold_backward(grad, out, 0), None
+        grad_x = _convolved(grad, weight, positive=out, turned=True) if for_x else None
+        grad_weight = _weight_gradient(x, grad, weight, positive=out) if for_weight else None
+        return grad_x, grad_weight, grad if for_plus else None, None
 
 
 def _strides(weight: Tensor) -> tuple[int, int, int]:
@@ -79,8 +89,19 @@ def _strides(weight: Tensor) -> tuple[int, int, int]:
     return weight.stride(0), weight.stride(1), weight.stride(3)
 
 
-def _convolved(x: Tensor, weight: Tensor, turned: bool) -> Tensor:
-    """x with the kernel; `turned`: with its transpose, which takes a gradient of the output to one of the input."""
+def _convolved(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    plus: Tensor | None = None,
+    positive: Tensor | None = None,
+    relu: bool = False,
+    turned: bool = False,
+) -> Tensor:
+    """relu(x with the kernel, plus something); of x only what stands where something else is positive.
+
+    `turned`: with the kernel's transpose, which takes a gradient of the output to one of the input.
+    """
     n, channels, height, width = x.shape
     out_stride, in_stride, tap = _strides(weight)
     size = weight.shape[1] if turned else weight.shape[0]
@@ -89,8 +110,8 @@ def _convolved(x: Tensor, weight: Tensor, turned: bool) -> Tensor:
     pixels = n * height * width
     block = TILES[max(channels, size)].out
     _convolve[(triton.cdiv(pixels, block),)](
-        x, weight, out, pixels, *strides, tap,
-        HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, BLOCK=block, num_warps=4,
+        x, weight, plus, positive, out, pixels, *strides, tap,
+        HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, RELU=relu, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -106,23 +127,33 @@ def _shifted(pixel, pixels, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _convolve(
-    x, weight, out, pixels, in_stride, out_stride, tap_stride,
+    x, weight, plus, positive, out, pixels, in_stride, out_stride, tap_stride,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    RELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a, b = tl.arange(0, IN), tl.arange(0, OUT)
     total = tl.zeros([BLOCK, OUT], tl.float32)
     for tap in tl.static_range(9):
         there, step = _shifted(pixel, pixels, tap // 3 - 1, tap % 3 - 1, HEIGHT, WIDTH)
-        seen = tl.load(x + (pixel + step)[:, None] * IN + a[None, :], there[:, None], 0.0)
-        place = weight + (8 - tap if TURNED else tap) * tap_stride
-        kernel = tl.load(place + a[:, None] * in_stride + b[None, :] * out_stride)
+        place = (pixel + step)[:, None] * IN + a[None, :]
+        seen = tl.load(x + place, there[:, None], 0.0)
+        if positive is not None:
+            seen = tl.where(tl.load(positive + place, there[:, None], 0.0) > 0, seen, 0.0)
+        tap_weight = weight + (8 - tap if TURNED else tap) * tap_stride
+        kernel = tl.load(tap_weight + a[:, None] * in_stride + b[None, :] * out_stride)
         total = tl.dot(seen, kernel.to(seen.dtype), total)
-    tl.store(out + pixel[:, None] * OUT + b[None, :], total.to(out.dtype.element_ty), (pixel < pixels)[:, None])
+    place = pixel[:, None] * OUT + b[None, :]
+    inside = (pixel < pixels)[:, None]
+    if plus is not None:
+        total += tl.load(plus + place, inside, 0.0).to(tl.float32)
+    if RELU:
+        total = tl.where(total > 0, total, tl.where(total == total, 0.0, total))  # NaN stays NaN
+    tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+def _weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, *, positive: Tensor | None = None) -> Tensor:
+    """From the gradient of the output where something is positive."""
     n, a, height, width = x.shape
     b = weight.shape[0]
     pixels = n * height * width
@@ -131,7 +162,7 @@ def _weight_gradient(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     parts = triton.cdiv(pixels, share)
     partial = torch.empty(parts, b * 9 * a, dtype=torch.float32, device=x.device)
     _weight_parts[(parts, 3)](
-        x, grad, partial, pixels, share,
+        x, grad, positive, partial, pixels, share,
         HEIGHT=height, WIDTH=width, IN=a, OUT=b, BLOCK=tiles.weight, num_warps=4 if max(a, b) < 64 else 8, num_stages=2,
     )  # fmt: skip
     found = torch.empty_like(weight)
@@ -144,7 +175,7 @@ def _weight_gradient(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def _weight_parts(
-    x, grad, partial, pixels, share,
+    x, grad, positive, partial, pixels, share,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the kernel (three taps, and a fourth that stays empty), summed over one share of the pixels."""
@@ -155,12 +186,15 @@ def _weight_parts(
     total = tl.zeros([OUT, 4 * IN], tl.float32)
     for start in range(part * share, min(part * share + share, pixels), BLOCK):
         pixel = start + tl.arange(0, BLOCK)
-        sent = tl.load(grad + pixel[:, None] * OUT + b[None, :], (pixel < pixels)[:, None], 0.0)
+        place = pixel[:, None] * OUT + b[None, :]
+        sent = tl.load(grad + place, (pixel < pixels)[:, None], 0.0)
+        if positive is not None:
+            sent = tl.where(tl.load(positive + place, (pixel < pixels)[:, None], 0.0) > 0, sent, 0.0)
         there, step = _shifted(pixel[:, None], pixels, row - 1, tap[None, :] - 1, HEIGHT, WIDTH)
         seen = tl.load(x + (pixel[:, None] + step) * IN + a[None, :], there & (tap < 3)[None, :], 0.0)
         total = tl.dot(tl.trans(sent), seen, total)
-    place = partial + part * (OUT * 9 * IN) + b[:, None] * (9 * IN) + ((row * 3 + tap) * IN + a)[None, :]
-    tl.store(place, total, (b[:, None] >= 0) & (tap < 3)[None, :])
+    own = partial + part * (OUT * 9 * IN) + b[:, None] * (9 * IN) + ((row * 3 + tap) * IN + a)[None, :]
+    tl.store(own, total, (b[:, None] >= 0) & (tap < 3)[None, :])
 
 
 @triton.jit

@@ -35,8 +35,12 @@ CASES: dict[str, Run] = {
     "FC-19": _fc("none"),
     "FC-19, BN": _fc("batchnorm"),
     "FC-19, ENorm-1.2": _fc("none", Method("enorm", {"c": 1.2})),
+    "CIFAR-NV": _conv("cifar_nv", "none"),
+    "CIFAR-NV, BN": _conv("cifar_nv", "batchnorm"),
+    "ResNet-110": _conv("resnet110", "none"),
     "ResNet-110, BN": _conv("resnet110", "batchnorm"),
     "ResNet-110, MSR": _conv("resnet110", "msr", Method("msr"), noise=0.1),
+    "WRN-20-96": _conv("wrn_20_96", "none"),
     "WRN-20-96, BN": _conv("wrn_20_96", "batchnorm"),
     "WRN-20-96, EquiNorm": _conv("wrn_20_96", "equinorm"),
 }

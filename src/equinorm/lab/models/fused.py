@@ -41,12 +41,22 @@ def _kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
 class Conv2d(nn.Conv2d):
     """A convolution; one of 3 × 3 with few channels, in half precision, can be fused."""
 
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found = _kernels("convolution", x, weight) if bias is None and self._is_small else None
+    def forward(self, input: Tensor) -> Tensor:
+        return self._then(input)
+
+    def rectified(self, input: Tensor, plus: Tensor | None) -> Tensor:
+        """relu(self(input) + plus)."""
+        return self._then(input, plus, relu=True)
+
+    def _then(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
+        weight = self.weight  # may be computed
+        found = _kernels("convolution", x, weight, plus) if self.bias is None and self._is_small else None
         if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
-            out: Tensor = found.conv3x3(x, weight)
+            out: Tensor = found.conv3x3(x, weight, plus, relu)
             return out
-        return super()._conv_forward(x, weight, bias)
+        out = self._conv_forward(x, weight, self.bias)
+        out = out if plus is None else out + plus
+        return torch.relu(out) if relu else out
 
     @property
     def _is_small(self) -> bool:
@@ -65,18 +75,18 @@ def _precision(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def add_and_rectify(branch: nn.Sequential, x: Tensor, plus: Tensor, relu: nn.Module) -> Tensor:
-    """`relu(branch(x) + plus)`; a BatchNorm takes in the sum and the ReLU that follow it.
+    """`relu(branch(x) + plus)`; convolutions and BatchNorms take in the sum and the ReLU that follow them.
 
     Where somebody listens to one of the modules (a hook), each is called by itself.
     """
     parts = list(branch)
-    if _listened_to([branch, *branch, relu]):
+    if not _wanted or _listened_to([branch, *branch, relu]):
         x, parts = branch(x), []
     while parts:
         part = parts.pop(0)
         last = not parts
         rectified = type(relu if last else parts[0]) is nn.ReLU
-        done = _batch_norm(part, x, plus if last else None) if rectified else None
+        done = _rectified(part, x, plus if last else None) if rectified else None
         if done is None:
             x = part(x)
         elif last:
@@ -86,6 +96,13 @@ def add_and_rectify(branch: nn.Sequential, x: Tensor, plus: Tensor, relu: nn.Mod
             parts.pop(0)
     out: Tensor = relu(x + plus)
     return out
+
+
+def _rectified(part: nn.Module, x: Tensor, plus: Tensor | None) -> Tensor | None:
+    """relu(part(x) + plus), if there is a way to do it at once."""
+    if isinstance(part, Conv2d):
+        return part.rectified(x, plus)
+    return _batch_norm(part, x, plus)
 
 
 def _batch_norm(norm: nn.Module, x: Tensor, plus: Tensor | None) -> Tensor | None:
