@@ -23,6 +23,7 @@ def check_convolution(
     precision: torch.dtype,
     plus: bool = False,
     relu: bool = False,
+    scaled: bool = False,
     device: str = "cpu",
     **kernel: Any,
 ) -> None:
@@ -31,14 +32,17 @@ def check_convolution(
     x = torch.randn(n, a, height, width, device=device).to(precision).contiguous(memory_format=torch.channels_last)
     weight = (0.1 * torch.randn(b, a, 3, 3, device=device)).to(**kernel)
     added = torch.randn(n, b, height, width, device=device).to(precision) if plus else None  # not in channels_last
-    tensors = [t.requires_grad_() for t in (x, weight, added) if t is not None]
-    exact = [t.detach().to(precision).double().requires_grad_() for t in tensors]
+    log_scale = torch.randn(b, 1, 1, 1, device=device) if scaled else None
+    tensors = [t.requires_grad_() for t in (x, weight, added, log_scale) if t is not None]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
     assert kernels.fits(x, weight)
-    out = kernels.conv3x3(x, weight, added, relu)
+    out = kernels.conv3x3(x, weight, added, relu, log_scale)
     assert out.dtype == precision
     grad = torch.randn_like(out)
     out.backward(grad)
-    expected = F.conv2d(exact[0], exact[1], padding=1)
+    exact_weight = exact[-1].exp() * exact[1] if scaled else exact[1]
+    rounded = exact_weight + (exact_weight.to(precision).double() - exact_weight).detach()
+    expected = F.conv2d(exact[0], rounded, padding=1)
     expected = expected + exact[2] if plus else expected
     if relu:  # where rounding decides what is positive, follow it
         assert_close(out, expected.relu(), precision, scale=1.0)
@@ -48,7 +52,7 @@ def check_convolution(
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()
     for mine, theirs in zip(tensors, exact, strict=True):
-        many = 40 * (n * height * width) ** 0.5 if mine is weight else 1.0
+        many = 40 * (n * height * width) ** 0.5 if mine is weight or mine is log_scale else 1.0
         assert_close(mine.grad, theirs.grad, mine.dtype, scale=many)
 
 

@@ -32,13 +32,13 @@ formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
     st.tuples(channels, channels),
     st.sampled_from([torch.float16, torch.float32]),
     formats,
-    st.booleans(),
-    st.booleans(),
+    *(st.booleans(),) * 3,
 )
 def test_convolution(
-    images: Any, channels: Any, dtype: torch.dtype, layout: torch.memory_format, plus: bool, relu: bool
+    images: Any, channels: Any, dtype: torch.dtype, layout: torch.memory_format, plus: bool, relu: bool, scaled: bool
 ) -> None:
-    check_convolution(convolution, images, channels, torch.float16, plus, relu, dtype=dtype, memory_format=layout)
+    kernel = {"dtype": dtype, "memory_format": layout}
+    check_convolution(convolution, images, channels, torch.float16, plus, relu, scaled, **kernel)
 
 
 def test_parts_of_the_weight_gradient_are_all_summed() -> None:

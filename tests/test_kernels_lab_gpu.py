@@ -20,7 +20,7 @@ def test_convolution(dtype: torch.dtype, layout: torch.memory_format) -> None:
 
     sizes = [((128, 32, 32), (16, 16)), ((3, 5, 7), (64, 16)), ((3, 5, 7), (32, 64)), ((1, 1, 1), (16, 16))]
     for i, ((images, channels), weight) in enumerate(product(sizes, [dtype, torch.float32])):
-        after = {"plus": i % 3 == 0, "relu": i % 2 == 0}
+        after = {"plus": i % 3 == 0, "relu": i % 2 == 0, "scaled": i % 4 < 2}
         kernel = {"dtype": weight, "memory_format": layout, "device": "cuda"}
         check_convolution(convolution, images, channels, dtype, **after, **kernel)
 

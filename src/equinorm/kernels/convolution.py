@@ -52,36 +52,41 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def conv3x3(x: Tensor, weight: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
+def conv3x3(
+    x: Tensor, weight: Tensor, plus: Tensor | None = None, relu: bool = False, log_scale: Tensor | None = None
+) -> Tensor:
     """`conv2d(x, weight, padding=1)` for what `fits`, summed in float32; a float32 weight is rounded on its way.
 
     With the sum and the ReLU that may follow: relu(conv + plus), rounded once. `plus` has the shape and dtype of that.
+    `log_scale`, a number for each output channel: of the weight times its exponential (ruff2020's e^g · V).
     """
     if plus is not None:
         plus = plus.contiguous(memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
-        out: Tensor = _Conv3x3.apply(x, weight, plus, relu)
+        out: Tensor = _Conv3x3.apply(x, weight, plus, relu, log_scale)
     return out
 
 
 class _Conv3x3(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plus: Tensor | None, relu: bool) -> Tensor:
-        out = _convolved(x, weight, plus=plus, relu=relu)
-        ctx.save_for_backward(x, weight, out if relu else None)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, plus: Tensor | None, relu: bool, log_scale: Tensor | None
+    ) -> Tensor:
+        out = _convolved(x, weight, log_scale, plus=plus, relu=relu)
+        ctx.save_for_backward(x, weight, log_scale, out if relu else None)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, out = ctx.saved_tensors
+        x, weight, log_scale, out = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
-        for_x, for_weight, for_plus, _ = ctx.needs_input_grad
+        for_x, for_weight, for_plus, _, for_scale = ctx.needs_input_grad
         if for_plus and out is not None:
             grad, out = torch.ops.aten.threshold_backward(grad, out, 0), None
-        grad_x = _convolved(grad, weight, positive=out, turned=True) if for_x else None
-        grad_weight = _weight_gradient(x, grad, weight, positive=out) if for_weight else None
-        return grad_x, grad_weight, grad if for_plus else None, None
+        grad_x = _convolved(grad, weight, log_scale, positive=out, turned=True) if for_x else None
+        grads = _weight_gradient(x, grad, weight, log_scale, positive=out) if for_weight or for_scale else (None, None)
+        return grad_x, grads[0], grad if for_plus else None, None, grads[1]
 
 
 def _strides(weight: Tensor) -> tuple[int, int, int]:
@@ -92,6 +97,7 @@ def _strides(weight: Tensor) -> tuple[int, int, int]:
 def _convolved(
     x: Tensor,
     weight: Tensor,
+    log_scale: Tensor | None,
     *,
     plus: Tensor | None = None,
     positive: Tensor | None = None,
@@ -110,7 +116,7 @@ def _convolved(
     pixels = n * height * width
     block = TILES[max(channels, size)].out
     _convolve[(triton.cdiv(pixels, block),)](
-        x, weight, plus, positive, out, pixels, *strides, tap,
+        x, weight, log_scale, plus, positive, out, pixels, *strides, tap,
         HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, RELU=relu, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
@@ -127,13 +133,16 @@ def _shifted(pixel, pixels, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _convolve(
-    x, weight, plus, positive, out, pixels, in_stride, out_stride, tap_stride,
+    x, weight, log_scale, plus, positive, out, pixels, in_stride, out_stride, tap_stride,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr,
     RELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a, b = tl.arange(0, IN), tl.arange(0, OUT)
     total = tl.zeros([BLOCK, OUT], tl.float32)
+    if log_scale is not None:
+        scale = tl.exp(tl.load(log_scale + (a if TURNED else b)).to(tl.float32))
+        scale = scale[:, None] if TURNED else scale[None, :]
     for tap in tl.static_range(9):
         there, step = _shifted(pixel, pixels, tap // 3 - 1, tap % 3 - 1, HEIGHT, WIDTH)
         place = (pixel + step)[:, None] * IN + a[None, :]
@@ -142,6 +151,8 @@ def _convolve(
             seen = tl.where(tl.load(positive + place, there[:, None], 0.0) > 0, seen, 0.0)
         tap_weight = weight + (8 - tap if TURNED else tap) * tap_stride
         kernel = tl.load(tap_weight + a[:, None] * in_stride + b[None, :] * out_stride)
+        if log_scale is not None:
+            kernel = scale * kernel.to(tl.float32)
         total = tl.dot(seen, kernel.to(seen.dtype), total)
     place = pixel[:, None] * OUT + b[None, :]
     inside = (pixel < pixels)[:, None]
@@ -152,8 +163,10 @@ def _convolve(
     tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, *, positive: Tensor | None = None) -> Tensor:
-    """From the gradient of the output where something is positive."""
+def _weight_gradient(
+    x: Tensor, grad: Tensor, weight: Tensor, log_scale: Tensor | None, *, positive: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of weight and log_scale, from that of the output where something is positive."""
     n, a, height, width = x.shape
     b = weight.shape[0]
     pixels = n * height * width
@@ -166,11 +179,14 @@ def _weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, *, positive: Tenso
         HEIGHT=height, WIDTH=width, IN=a, OUT=b, BLOCK=tiles.weight, num_warps=4 if max(a, b) < 64 else 8, num_stages=2,
     )  # fmt: skip
     found = torch.empty_like(weight)
+    found_scale = None if log_scale is None else torch.empty_like(log_scale)
     out_stride, in_stride, tap = _strides(weight)
-    _sum_parts[(triton.cdiv(b * 9 * a, 64),)](
-        partial, found, parts, out_stride, in_stride, tap, IN=a, SIZE=b * 9 * a, BLOCK=64, PARTS=32, num_warps=4
-    )
-    return found
+    block = triton.next_power_of_2(9 * a)
+    _sum_parts[(b,)](
+        partial, weight, log_scale, found, found_scale, parts, out_stride, in_stride, tap,
+        IN=a, SIZE=b * 9 * a, BLOCK=block, PARTS=4096 // block, num_warps=4,
+    )  # fmt: skip
+    return found, found_scale
 
 
 @triton.jit
@@ -199,14 +215,18 @@ def _weight_parts(
 
 @triton.jit
 def _sum_parts(
-    partial, found, parts, out_stride, in_stride, tap_stride,
+    partial, weight, log_scale, found, found_scale, parts, out_stride, in_stride, tap_stride,
     IN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """The gradient of one filter."""
+    b, i = tl.program_id(0), tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
-        there = (part < parts)[:, None] & (i < SIZE)[None, :]
-        total += tl.sum(tl.load(partial + part[:, None] * SIZE + i[None, :], there, 0.0), 0)
-    b, tap, a = i // (9 * IN), (i // IN) % 9, i % IN
-    tl.store(found + b * out_stride + tap * tap_stride + a * in_stride, total.to(found.dtype.element_ty), i < SIZE)
+        there = (part < parts)[:, None] & (i < 9 * IN)[None, :]
+        total += tl.sum(tl.load(partial + part[:, None] * SIZE + b * 9 * IN + i[None, :], there, 0.0), 0)
+    place = b * out_stride + (i // IN) * tap_stride + (i % IN) * in_stride
+    if log_scale is not None:
+        total *= tl.exp(tl.load(log_scale + b).to(tl.float32))
+        tl.store(found_scale + b, tl.sum(total * tl.load(weight + place, i < 9 * IN, 0.0).to(tl.float32), 0))
+    tl.store(found + place, total.to(found.dtype.element_ty), i < 9 * IN)

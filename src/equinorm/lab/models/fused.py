@@ -15,8 +15,11 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.nn.utils import parametrize
 
 from ...kernels.dispatch import kernels
+from ...meanshift import ScaledKernel
+from ...weightnorm import originals
 
 __all__ = ["Conv2d", "add_and_rectify", "fused_kernels"]
 
@@ -49,14 +52,22 @@ class Conv2d(nn.Conv2d):
         return self._then(input, plus, relu=True)
 
     def _then(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
-        weight = self.weight  # may be computed
-        found = _kernels("convolution", x, weight, plus) if self.bias is None and self._is_small else None
+        weight, log_scale = self._scaled_weight()
+        found = _kernels("convolution", x, weight, plus, log_scale) if self.bias is None and self._is_small else None
         if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
-            out: Tensor = found.conv3x3(x, weight, plus, relu)
+            out: Tensor = found.conv3x3(x, weight, plus, relu, log_scale)
             return out
-        out = self._conv_forward(x, weight, self.bias)
+        out = self._conv_forward(x, weight if log_scale is None else self.weight, self.bias)
         out = out if plus is None else out + plus
         return torch.relu(out) if relu else out
+
+    def _scaled_weight(self) -> tuple[Tensor, Tensor | None]:
+        """V and g where the weight is e^g · V and that can be done on its way; else the weight."""
+        if _wanted and parametrize.is_parametrized(self, "weight"):
+            steps = originals(self)
+            if len(steps) == 1 and isinstance(steps[0], ScaledKernel):
+                return steps.original, steps[0].g
+        return self.weight, None
 
     @property
     def _is_small(self) -> bool:
