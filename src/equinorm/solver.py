@@ -263,8 +263,9 @@ def newton_step(o: Objective, point: Point, free: Tensor, group: Tensor, groups:
     rhs = torch.where(free, -point.gradient, 0.0) / o.p
     diagonal = torch.where(free, o.hessian_diagonal(point), 1.0)
     coarse = o.hessian_between(point, group, groups)
-    scale = coarse.diagonal().clamp_min(torch.finfo(o.dtype).tiny)
-    coarse = coarse + torch.diag(1e-10 * scale + (coarse.diagonal() == 0).to(o.dtype))
+    # along a flat direction only rounding errors are left of `coarse`: they are judged by what they are the rest of
+    scale = diagonal.new_zeros(groups + 1).index_add_(0, group, torch.where(free, diagonal, 0.0))[:groups]
+    coarse = coarse + torch.diag(1e-10 * scale + (scale == 0).to(o.dtype))
     factor = torch.linalg.cholesky_ex(coarse).L
 
     def precondition(r: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ def capture(model: nn.Module, example_inputs: Any, keep: Sequence[str] = ()) -> 
     args, kwargs = example_arguments(model, example_inputs)
     exported, call_sites = export(model, args, kwargs)
     if _must_functionalise(exported.graph_module, writable=set(exported.graph_signature.inputs_to_buffers)):
-        exported = exported.run_decompositions({})
+        with warnings.catch_warnings():  # torch 2.6 warns of its own doings here
+            warnings.simplefilter("ignore")
+            exported = exported.run_decompositions({})
     return _described(model, exported, parameters, call_sites)
 
 
