@@ -148,7 +148,7 @@ def _convolve(
         place = (pixel + step)[:, None] * IN + a[None, :]
         seen = tl.load(x + place, there[:, None], 0.0)
         if positive is not None:
-            seen = tl.where(tl.load(positive + place, there[:, None], 0.0) > 0, seen, 0.0)
+            seen = tl.where(tl.load(positive + place, there[:, None], 0.0) > 0, seen, 0.0).to(x.dtype.element_ty)
         tap_weight = weight + (8 - tap if TURNED else tap) * tap_stride
         kernel = tl.load(tap_weight + a[:, None] * in_stride + b[None, :] * out_stride)
         if log_scale is not None:
@@ -205,7 +205,8 @@ def _weight_parts(
         place = pixel[:, None] * OUT + b[None, :]
         sent = tl.load(grad + place, (pixel < pixels)[:, None], 0.0)
         if positive is not None:
-            sent = tl.where(tl.load(positive + place, (pixel < pixels)[:, None], 0.0) > 0, sent, 0.0)
+            there_too = tl.load(positive + place, (pixel < pixels)[:, None], 0.0) > 0
+            sent = tl.where(there_too, sent, 0.0).to(grad.dtype.element_ty)
         there, step = _shifted(pixel[:, None], pixels, row - 1, tap[None, :] - 1, HEIGHT, WIDTH)
         seen = tl.load(x + (pixel[:, None] + step) * IN + a[None, :], there & (tap < 3)[None, :], 0.0)
         total = tl.dot(tl.trans(sent), seen, total)
