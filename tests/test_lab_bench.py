@@ -102,10 +102,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no part speed; it has steps, scaling, balance, lab"):
+    with pytest.raises(UserError, match="no part 'speed' here; it has 'steps', 'scaling', 'balance', 'lab'"):
         run(("speed",), tmp_path)
 
 
 def test_a_timing_is_a_median_with_the_middle_half() -> None:
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.5, 2.5, 3)
     assert str(Timing.of([0.5])) == "0.500 (0.500-0.500)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"), [({"only": ("resnet19",)}, "network or run"), ({"variants": ("XN",)}, "variant")]
+)
+def test_an_unknown_name_is_refused_before_anything_is_measured(tmp_path: Path, asked: dict, what: str) -> None:
+    with pytest.raises(UserError, match=f"bench has no {what} .* here; it has '"):
+        run(("steps",), tmp_path, device="cpu", quick=True, **asked)
+    assert not list(tmp_path.iterdir())

@@ -439,10 +439,8 @@ def test_a_tuning_decides_what_the_recipe_uses(name: str, best: int) -> None:
 def test_what_is_committed_is_what_the_committed_runs_decide() -> None:
     """`equinorm campaign --choose` writes it."""
     store = Store(Path(__file__).parents[1] / "results")
-    known = {run.key for name in stock2019.TUNINGS for run in find(name).runs()}
-    if not known & set(store.scan().records):
-        pytest.skip("no tuning runs are committed yet")
     assert decide(store) == common.committed()
+    assert common.committed()  # some of the tuning runs are there
 
 
 def test_provisional_settings_are_among_the_candidates() -> None:

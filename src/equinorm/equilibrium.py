@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels.dispatch import compilable, kernels
+from .kernels.dispatch import compilable, dense, kernels
 from .kernels.operators import equilibrated
 
 if TYPE_CHECKING:
@@ -58,8 +58,6 @@ EPS = 1e-5
 """A sum smaller than this part of its absolute terms counts as zero; rounding errors stay well below."""
 TINY = 1e-12
 """Mean inputs and weights of this size count as zero; the square of 1 / TINY is still finite in float32."""
-
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Layer = TypeVar("Layer", bound="_EquiNorm")
 
@@ -367,7 +365,7 @@ class _EquiNorm(nn.Module):
     def _weight_in_training(self, means: Tensor, rho: float) -> Tensor:
         """The weight in equilibrium as the operation takes it; for `torch.compile` one kernel each way."""
         weight = self._output_first()
-        if compilable(weight, self.gain) and weight.dtype in KERNEL_DTYPES and _is_dense(weight):
+        if compilable(weight, self.gain) and dense(weight):
             options = (self._groups(), self.two_pass, self.eps, self._operation_dtype())
             return self._as_stored(equilibrated(weight, means / rho, self.gain, *options)[0])
         return self._rounded(self._effective_weight(means, rho))
@@ -506,12 +504,6 @@ class _EquiNorm(nn.Module):
             value = getattr(self, option.name)
             text += "" if value == option.default else f", {option.name}={value}"
         return text
-
-
-def _is_dense(weight: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    layout = formats.get(weight.dim(), torch.contiguous_format)
-    return weight.is_contiguous() or weight.is_contiguous(memory_format=layout)
 
 
 def _options() -> list[inspect.Parameter]:

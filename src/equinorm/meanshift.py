@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from .kernels.dispatch import kernels
+from .kernels.dispatch import dense, kernels
 from .weightnorm import (
     CONVOLUTIONS,
     TRANSPOSED,
@@ -133,7 +133,7 @@ class ScaledKernel(nn.Module):
 
     def forward(self, V: Tensor) -> Tensor:
         found = kernels("meanshift", V, self.g)
-        if found is None or not found.dense(V):
+        if found is None or not dense(V):
             return self.g.exp() * V
         # parametrize.cached() may keep W for a place without autocast
         rounded = torch.is_autocast_enabled("cuda") and torch.is_grad_enabled() and not parametrize._cache_enabled
@@ -482,9 +482,9 @@ class MeanShiftRejection:
         """The same in three launches on CUDA; False, and nothing done, where they cannot be used."""
         groups, scale = self.optimizer.param_groups, self._grad_scale()
         found = kernels("meanshift", *(V for V, _ in scaled), *gradients, scale)
-        if found is None or not all(map(found.dense, gradients)):
+        if found is None or not all(map(dense, gradients)):
             return False
-        if not all(found.dense(V) and V.grad is not None and V.grad.stride() == V.stride() for V, _ in scaled):
+        if not all(dense(V) and V.grad is not None and V.grad.stride() == V.stride() for V, _ in scaled):
             return False
         all_kernels = [found.Kernel(V, i, -1.0 if groups[i].get("maximize", False) else 1.0) for V, i in scaled]
         key = [(id(V), sign, *kernel.layout) for kernel in all_kernels for V, _, sign in (kernel,)]

@@ -146,6 +146,15 @@ def _moments(
 
 
 @triton.jit
+def _pair(partial, channel, shares, channels, SHARES: tl.constexpr):
+    """What all shares have left, two numbers for each channel."""
+    i = tl.arange(0, SHARES)
+    place = partial + i[:, None] * channels + channel[None, :]
+    there = (i < shares)[:, None]
+    return tl.load(place, there, 0.0), tl.load(place + shares * channels, there, 0.0)
+
+
+@triton.jit
 def _normalize(
     x, plus, out, weight, bias, partial, moments, running_mean, running_var, batches, momentum, eps,
     pixels, share, shares, channels,
@@ -153,11 +162,8 @@ def _normalize(
 ):  # fmt: skip
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    i = tl.arange(0, SHARES)
-    place = i[:, None] * channels + channel[None, :]
-    count = tl.maximum(tl.minimum(pixels - i * share, share), 0).to(tl.float32)[:, None]
-    means = tl.load(partial + place, (i < shares)[:, None], 0.0)
-    squares = tl.load(partial + shares * channels + place, (i < shares)[:, None], 0.0)
+    means, squares = _pair(partial, channel, shares, channels, SHARES)
+    count = tl.maximum(tl.minimum(pixels - tl.arange(0, SHARES) * share, share), 0).to(tl.float32)[:, None]
     mean = tl.sum(means * count, 0) / pixels
     off = means - mean[None, :]
     variance = (tl.sum(squares, 0) + tl.sum(off * off * count, 0)) / pixels
@@ -229,10 +235,8 @@ def _backward(
 ):  # fmt: skip
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    i = tl.arange(0, SHARES)
-    place = i[:, None] * channels + channel[None, :]
-    first = tl.sum(tl.load(partial + place, (i < shares)[:, None], 0.0), 0)
-    second = tl.sum(tl.load(partial + shares * channels + place, (i < shares)[:, None], 0.0), 0)
+    first, second = _pair(partial, channel, shares, channels, SHARES)
+    first, second = tl.sum(first, 0), tl.sum(second, 0)
     mean, inverse = tl.load(moments + channel), tl.load(moments + channels + channel)
     if number == 0:
         tl.store(grad_bias + channel, first)

@@ -19,10 +19,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["Launch", "Written", "compilable", "is_capturing", "kernels", "launchable", "module", "plain_only"]
+__all__ = [
+    "CHANNELS_LAST",
+    "DTYPES",
+    "Launch",
+    "Written",
+    "channels_last",
+    "compilable",
+    "dense",
+    "is_capturing",
+    "kernels",
+    "launchable",
+    "module",
+    "plain_only",
+]
 
 ALIGNMENT = 16
 """Bytes. Triton has another version of a kernel for addresses that are not multiples of this."""
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Of the tensors that kernels take; sums are float32, so float64 is for the plain twins."""
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of axes."""
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -55,6 +73,18 @@ def launchable(*tensors: Tensor | None) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
     )
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether a tensor is what kernels take: not empty, without gaps, filter after filter in memory."""
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.numel() == 0:
+        return False
+    return tensor.is_contiguous() or channels_last(tensor)
+
+
+def channels_last(tensor: Tensor) -> bool:
+    layout = CHANNELS_LAST.get(tensor.dim())
+    return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
 def compilable(*tensors: Tensor | None) -> bool:

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..equilibrium import EPS, TINY, equilibrate, output_size, spatial_ratio, stats_samples
-from .dispatch import Launch
+from .dispatch import CHANNELS_LAST, DTYPES, Launch, channels_last
 
 __all__ = [
     "Convolution",
@@ -56,8 +56,6 @@ __all__ = [
     "transform_weight_backward",
 ]
 
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Of inputs and weights; sums are float32, so float64 is for the plain twin."""
 TILE = 4096
 """Elements that a program has in flight; with 128 threads 32 each, four 16-byte loads of bfloat16."""
 PROGRAMS = 1024
@@ -88,16 +86,9 @@ def axes(x: Tensor, samples: int | None = None) -> Axes | None:
     channels, inner = x.shape[1], math.prod(x.shape[2:])
     if x.is_contiguous():
         return Axes(batch, channels, inner)
-    if _channels_last(x):
+    if channels_last(x):
         return Axes(batch * inner, channels, 1)
     return None
-
-
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _channels_last(x: Tensor) -> bool:
-    return x.dim() in _FORMATS and x.is_contiguous(memory_format=_FORMATS[x.dim()])
 
 
 @triton.jit
@@ -553,7 +544,7 @@ def _weight_strides(weight: Tensor) -> tuple[int, int] | None:
     """Strides of the inputs and of the window, flattened, in a dense weight (out, in, *window); else None."""
     if weight.is_contiguous():
         return math.prod(weight.shape[2:]), 1
-    return (1, weight.shape[1]) if _channels_last(weight) else None
+    return (1, weight.shape[1]) if channels_last(weight) else None
 
 
 def _weight_blocks(inputs: int, window: int, tile: int) -> dict[str, int]:
@@ -820,7 +811,7 @@ class Plan:
         self.partial_size = parts * layout.channels
         self.state_size = state_size(weight, settings.groups)
         self.transform = _transforming(weight, device, settings, parts, self.count, momentum)
-        self.memory_format = _FORMATS[x.dim()] if _channels_last(x) else torch.contiguous_format
+        self.memory_format = CHANNELS_LAST[x.dim()] if channels_last(x) else torch.contiguous_format
         self.chunks = chunks(weight.shape[0], settings.groups)[0]
         self.terms_size, self.chunks_size = _TERMS * weight.shape[0], self.chunks * layout.channels
         self._launches: dict[Any, Any] = {}
@@ -986,14 +977,14 @@ class _Layer(torch.autograd.Function):
         if not (for_x or for_weight or for_gain):
             return None, None, None, _sum_all(grad, ctx.bias_dtype), None, None
 
-        if not (grad.is_contiguous() or _channels_last(grad)):
+        if not (grad.is_contiguous() or channels_last(grad)):
             grad = grad.contiguous(memory_format=plan.memory_format)
         sums, parts, grad_bias = None, 1, None
         if for_bias:
             sums, parts = plan.sums(grad)
             grad_bias = torch.empty(weight.shape[0], dtype=ctx.bias_dtype, device=plan.device)
         grad_x, grad_w = plan.settings.operation.backward(grad, x, w, (for_x, True))
-        if not (grad_w.is_contiguous() or _channels_last(grad_w)):
+        if not (grad_w.is_contiguous() or channels_last(grad_w)):
             grad_w = grad_w.contiguous()
         grad_weight = torch.empty_like(weight)
         grad_gain = None if gain is None else torch.empty_like(gain)

@@ -22,28 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Written, is_capturing
+from .dispatch import Written, channels_last, is_capturing
 
-__all__ = ["GradientAdapter", "Kernel", "dense", "scaled_kernel"]
+__all__ = ["GradientAdapter", "Kernel", "scaled_kernel"]
 
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Of kernels and gradients; sums are float32, so float64 is for the plain twin."""
 BLOCK = 1024
 TILE = 2048
 CHUNK = 4096
 """Elements of a gradient that one program scales."""
-
-
-def dense(tensor: Tensor) -> bool:
-    """Whether a tensor is what the kernels take: not empty, without gaps, filter after filter in memory."""
-    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.numel() == 0:
-        return False
-    return tensor.is_contiguous() or channels_last(tensor)
-
-
-def channels_last(V: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return V.dim() in formats and V.is_contiguous(memory_format=formats[V.dim()])
 
 
 def _on(device: torch.device) -> Any:

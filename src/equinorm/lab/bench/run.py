@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,16 +32,22 @@ def run(
     minutes: float = float("inf"),
 ) -> list[Path]:
     """Measure, print and save; the files written. Parts that do not fit into the time are left out, with a word."""
-    if unknown := set(parts) - set(PARTS):
-        raise UserError(f"bench has no part {', '.join(sorted(unknown))}; it has {', '.join(PARTS)}")
-    known = {variant.name for network in steps.networks(torch.device("cpu")).values() for variant in network.variants}
-    if unknown := set(variants) - known:
-        raise UserError(f"bench has no variant {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    networks = steps.networks(where, quick)
+    _check("part", parts, PARTS)
+    _check("network or run", only, [*networks, "scaling", *balance.NETWORKS, *throughput.CASES])
+    _check("variant", variants, dict.fromkeys(v.name for network in networks.values() for v in network.variants))
     bench = _Bench(where, out, only, variants, mode, quick, repeats, time.monotonic() + 60 * minutes)
     for name in parts or PARTS:
         PARTS[name](bench)
     return bench.written
+
+
+def _check(what: str, asked: Iterable[str], known: Iterable[str]) -> None:
+    known = tuple(known)
+    for name in asked:
+        if name not in known:
+            raise UserError(f"bench has no {what} {name!r} here; it has " + ", ".join(map(repr, known)))
 
 
 class _Bench:

@@ -151,6 +151,10 @@ class Cost:
     times: Mapping[str, float]
     hardware: str
 
+    def cells(self) -> list[str]:
+        """By method; empty where it was not measured."""
+        return [f"{self.times[method]:.2f}" if method in self.times else "" for method in METHODS]
+
 
 def costs(folder: Path) -> list[Cost]:
     """What `equinorm bench` has measured on a GPU, in the files that it left in a folder."""

@@ -77,9 +77,7 @@ def _headline(results: Sequence[Result], costs: Sequence[headline.Cost]) -> str:
         name = line.setting.artifact
         cells = [_headline_cell(line, method) for method in headline.METHODS]
         rows.append((f"{_escape(line.setting.name)} [{name}](#{slug(name)})", _escape(line.verdict), *cells))
-    for cost in costs:
-        times = [f"{cost.times[m]:.2f}" if m in cost.times else "" for m in headline.METHODS]
-        rows.append((f"*{_escape(wording.cost_name(cost))}*", f"*{cost.unit} = 1*", *times))
+    rows += [(f"*{_escape(wording.cost_name(cost))}*", f"*{cost.unit} = 1*", *cost.cells()) for cost in costs]
     parts = ["## Which method helps", wording.HEADLINE, _table(("where", "best", *headline.METHODS), rows)]
     return "\n\n".join(parts if costs else [*parts, headline.COSTS_MISSING])
 

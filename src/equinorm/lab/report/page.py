@@ -101,8 +101,7 @@ def _headline(results: Sequence[Result], costs: Sequence[headline.Cost]) -> str:
         where = f'{escape(line.setting.name)} <a href="#{slug(name)}">{escape(name)}</a>'
         rows.append(f"<tr><td>{where}</td><td>{escape(line.verdict)}</td>{cells}</tr>")
     for cost in costs:
-        times = (f"{cost.times[m]:.2f}" if m in cost.times else "" for m in headline.METHODS)
-        cells = "".join(f"<td>{time}</td>" for time in times)
+        cells = "".join(f"<td>{time}</td>" for time in cost.cells())
         name = escape(wording.cost_name(cost))
         rows.append(f'<tr><td class="soft">{name}</td><td class="soft">{escape(cost.unit)} = 1</td>{cells}</tr>')
     parts = ["<h2>Which method helps</h2>", f'<p class="soft">{_text(wording.HEADLINE)}</p>']
