@@ -91,6 +91,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "--quick",
         "--device",
         "cpu",
+        "--mode",
+        "eager",
         "--repeats",
         "1",
         "--out",

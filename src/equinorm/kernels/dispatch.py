@@ -44,7 +44,6 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
 _allowed = True
 
 
@@ -92,9 +91,15 @@ def compilable(*tensors: Tensor | None) -> bool:
 
     Not where it looks in order to export: a program for elsewhere has to be made of torch's own operations.
     """
-    if not torch.compiler.is_compiling() or _is_exporting() or not _HAS_TRITON or not _allowed:
+    if not torch.compiler.is_compiling() or _exporting() or not _HAS_TRITON or not _allowed:
         return False
     return all(tensor is None or tensor.is_cuda for tensor in tensors)
+
+
+@torch.compiler.assume_constant_result
+def _exporting() -> bool:
+    """Asked while tracing: traced by torch 2.11, `is_exporting` is always true. Torch 2.6 does not tell."""
+    return bool(getattr(torch.compiler, "is_exporting", lambda: False)())
 
 
 @contextmanager

@@ -95,12 +95,9 @@ def _steps(bench: _Bench) -> None:
     """A file for every network and mode, so that one can be measured anew without the others."""
     for name, network in steps.networks(bench.device, bench.quick).items():
         heavy = network.accumulate > 1
-        # compiling every variant takes minutes: only those whose speed it changes, and only on images
-        modes = {"eager": tuple(variant.name for variant in network.variants)}
-        if network.image:
-            modes["compiled"] = ("no norm", "BN", "EquiNorm", "EquiNorm, a quarter", "MSR")
-        for mode, known in modes.items():
-            variants = tuple(name for name in known if not bench.variants or name in bench.variants)
+        known = tuple(variant.name for variant in network.variants)
+        variants = tuple(name for name in known if not bench.variants or name in bench.variants)
+        for mode in ("eager", "compiled"):
             if not variants or bench.mode not in ("both", mode) or not bench.wanted(name):
                 continue
             with bench.status() as say:

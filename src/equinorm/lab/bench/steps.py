@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -79,6 +79,7 @@ class Row:
     moved: int | None = None  # bytes, that is
     bandwidth: float | None = None  # bytes per second that a copy of a gigabyte moves
     update: Timing | None = None  # the optimizer's step by itself, ENorm's included
+    passes: Timing | None = None  # a forward and a backward pass by themselves, where a step has several
     captured: Timing | None = None  # the whole training step as a CUDA graph
     failed: str = ""
 
@@ -262,13 +263,16 @@ def measure_alone(steppers: dict[str, Stepper], repeats: int, device: torch.devi
         return {}
     base = {name: steppers[name] for name in WITHOUT if name in steppers}
     bodies: dict[tuple[str, str], Callable[[], object]] = {}
+    passes = {name: s.backward for name, s in (base | with_enorm).items() if s.accumulate > 1}
+    found: dict[str, dict[str, Any]] = {name: {} for name in base | with_enorm}
+    for name, timing in take_turns(passes, repeats, 2, device).items():
+        found[name]["passes"] = timing
     for name, stepper in (base | with_enorm).items():
         stepper.backward()  # gradients, which stay where they are
         bodies[name, "update"] = captured(stepper.optimizer.step, device)
         if isinstance(stepper.method, ENorm):
             bodies[name, "cycle"] = captured(stepper.method.step, device)
             bodies[name, "floor"] = captured(copying(stepper.moved, device), device)
-    found: dict[str, dict[str, Any]] = {name: {} for name in base | with_enorm}
     for (name, what), timing in take_turns(bodies, repeats, 10 if device.type == "cuda" else 2, device).items():
         found[name][what] = timing
     bodies.clear()
@@ -298,7 +302,7 @@ Name = TypeVar("Name")
 
 
 def take_turns(
-    bodies: dict[Name, Callable[[], object]], repeats: int, times: int, device: torch.device
+    bodies: Mapping[Name, Callable[[], object]], repeats: int, times: int, device: torch.device
 ) -> dict[Name, Timing]:
     """The time of one call of each, so many calls at a time."""
     found: dict[Name, list[float]] = {name: [] for name in bodies}
@@ -446,6 +450,7 @@ def sentences(rows: list[Row]) -> list[str]:
     by_bn = next((row.adds for row in rows if row.variant == "BN"), None)
     said = [sentence for row in rows for sentence in (*_of_cycle(row, by_bn), *_of_floor(row))]
     said += _compared(rows, "update", "the optimizer's step by itself", by_bn)
+    said += _compared(rows, "passes", "a forward and a backward pass by themselves", by_bn)
     said += _compared(rows, "captured", "the whole step as a CUDA graph", by_bn)
     return said + [f"{row.network}, {row.mode}, {row.variant} failed: {row.failed}" for row in rows if row.failed]
 
