@@ -16,6 +16,7 @@ import equinorm
 from architectures import Architecture, example_input, homogeneous_plans
 from equinorm.kernels import enorm_plan
 from equinorm.kernels.enorm_plan import InexpressibleError, Slab, Tiles, slabs_of
+from equinorm.lab import models
 from equinorm.symmetry import ScaledParameter, Term
 from test_enorm_gpu import Groups, Residual, chain, perturbed
 from triton_interpreter import interpreted
@@ -389,6 +390,18 @@ def test_sums_that_several_lines_are_weighed_from_are_kept_as_they_are_read() ->
     plan = enorm_plan.make_plan(net)
     assert plan.matrices == 5 * 6  # a: 3 × 3; b is not repeated
     assert plan.nested
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_every_block_of_a_wide_bottleneck_net_has_a_possible_number_of_warps(layout: torch.memory_format) -> None:
+    """Flat and tall lines together need not make a power of two."""
+    model = models.build("resnet50", classes=1000, in_shape=(3, 224, 224), norm="none")
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
+    symmetry = equinorm.trace(model, torch.rand(1, 3, 32, 32))
+    tensors = [symmetry.tensor(w.name).detach() for w in symmetry.moving]
+    net = enorm_plan.anatomy(symmetry.moving, tensors, symmetry.num_scales, symmetry.birth, lambda w: True, 2.0, 1.0)
+    plan = enorm_plan.make_plan(net)
+    assert {block.warps for block in (*plan.first, *plan.later)} <= {1, 2, 4, 8, 16}
 
 
 def test_a_convolution_is_one_slab_in_either_layout() -> None:

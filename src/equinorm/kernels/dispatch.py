@@ -157,6 +157,7 @@ class Launch:
     ) -> None:
         names = kernel.arg_names[-len(numbers) :]
         assert list(numbers) == names, f"the last parameters of this kernel are {names}, got {list(numbers)}"
+        assert num_warps.bit_count() == 1, f"the number of warps is a power of two, got {num_warps}"
         self.kernel, self.grid, self.numbers = kernel, grid, numbers
         self.options = {"num_warps": num_warps} | ({"launch_pdl": True} if early else {})
         self._shape = (*grid, 1, 1)[:3]

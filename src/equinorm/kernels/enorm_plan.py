@@ -832,7 +832,7 @@ def _block(
         pulls=pulls.view(programs, G, sum(J), V),
         flat=(J[0], at_once[0]),
         tall=(J[1], at_once[1]),
-        warps=_power_of_2(elements // 512) if alone else min(max(elements // 1024, 4), 16),
+        warps=_power_of_2(elements // 512) if alone else min(max(_power_of_2(elements // 1024), 4), 16),
         pieces=max(1, *(-(-k // line) for k, line in zip(longest, at_once, strict=True))),
         raw=bool((what >= 0).any()),
         kept=bool((what < 0).any()),

@@ -3,9 +3,9 @@
 Forward, backward and SGD with momentum on random inputs; on a GPU bfloat16 autocast, channels_last and fused SGD, timed
 by CUDA events. The variants of a network take turns, so that a slow moment of the machine hits all of them.
 
-ENorm costs too little to be seen in a step that varies by a percent. So three things are measured as CUDA graphs too: a
-whole training step with and without it, the optimizer's step with and without it, and a cycle by itself beside what it
-takes to move its bytes.
+A host that is slow to launch kernels hides what they cost, or adds to it. So whole training steps are measured as CUDA
+graphs too, which the host has no part in. ENorm costs so little that the optimizer's step is measured by itself, with
+and without it, and a cycle beside what it takes to move its bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from .output import Timing
 
 WITHOUT = ("RMSNorm", "no norm")
 """What a variant with ENorm is compared with: the first of these that the network has."""
+
+GREEDY = ("GN", "LN")
+"""Variants that take so much memory and so long that nobody asks what they cost as a graph."""
 
 RATE = 1e-6
 """The time of a step does not depend on the learning rate, and nets without a norm stay finite with this one."""
@@ -80,7 +83,9 @@ class Row:
     bandwidth: float | None = None  # bytes per second that a copy of a gigabyte moves
     update: Timing | None = None  # the optimizer's step by itself, ENorm's included
     passes: Timing | None = None  # a forward and a backward pass by themselves, where a step has several
-    captured: Timing | None = None  # the whole training step as a CUDA graph
+    captured: Timing | None = None  # the whole training step as a CUDA graph,
+    captured_adds: float | None = None  # and the same of that
+    captured_of_bn: float | None = None
     failed: str = ""
 
 
@@ -287,12 +292,12 @@ def measure_alone(steppers: dict[str, Stepper], repeats: int, device: torch.devi
 
 
 def measure_captured(steppers: dict[str, Stepper], repeats: int, device: torch.device) -> dict[str, Timing]:
-    """Whole training steps as CUDA graphs, taking turns: those with an ENorm, and what they are compared with."""
+    """Whole training steps as CUDA graphs, taking turns. Each keeps memory of its own, so the greediest have none."""
     chosen = {
         name: stepper.step
         for name, stepper in steppers.items()
-        if stepper.accumulate == 1 and (stepper.enorm is not None or name in WITHOUT)
-    }
+        if stepper.accumulate == 1 and name not in GREEDY
+    }  # fmt: skip
     if device.type != "cuda" or len(chosen) < 2:
         return {}
     return take_turns({name: captured(step, device) for name, step in chosen.items()}, repeats, 10, device)
@@ -394,12 +399,11 @@ def measure(
     say(f"{network.name}, {mode}: ENorm by itself")
     alone = measure_alone(steppers, repeats, device)
     try:
-        whole = {} if compiled else measure_captured(steppers, repeats, device)
+        whole = measure_captured(steppers, repeats, device)
     except RuntimeError as error:  # no memory for several graphs, say: what was measured is worth keeping
         say(f"{network.name}: no whole step was captured, {error}")
         whole = {}
-    more = {name: alone.get(name, {}) | ({"captured": whole[name]} if name in whole else {}) for name in steppers}
-    rows = list(_rows(network.name, mode, times, peaks, more))
+    rows = list(_rows(network.name, mode, times, peaks, alone, whole))
     rows += [Row(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
              for name, why in failed.items()]  # fmt: skip
     steppers.clear()
@@ -414,16 +418,28 @@ def _rows(
     mode: str,
     times: dict[str, Timing],
     peaks: dict[str, float | None],
-    more: dict[str, dict[str, Any]],
+    alone: dict[str, dict[str, Any]],
+    whole: dict[str, Timing],
 ) -> Iterator[Row]:
-    plain, bn = times.get("no norm"), times.get("BN")
     base = peaks.get("no norm")
     for name, timing in times.items():
-        adds = timing.median - plain.median if plain else float("nan")
-        of_bn = adds / (bn.median - plain.median) if plain and bn and bn.median != plain.median else None
+        adds, of_bn = _added(times, name)
         peak = peaks[name]
         memory = peak - base if peak is not None and base is not None else None
-        yield Row(network, name, mode, timing, adds, of_bn, peak, memory, **more[name])
+        more = dict(alone.get(name, {}))
+        if name in whole:
+            more["captured"] = whole[name]
+            more["captured_adds"], more["captured_of_bn"] = _added(whole, name)
+        yield Row(network, name, mode, timing, adds, of_bn, peak, memory, **more)
+
+
+def _added(times: dict[str, Timing], name: str) -> tuple[float, float | None]:
+    """Milliseconds more than without a norm, and that as a part of what BatchNorm adds."""
+    plain, bn = times.get("no norm"), times.get("BN")
+    if plain is None:
+        return float("nan"), None
+    adds = times[name].median - plain.median
+    return adds, adds / (bn.median - plain.median) if bn and bn.median != plain.median else None
 
 
 def table(rows: list[Row]) -> Table:
@@ -431,18 +447,29 @@ def table(rows: list[Row]) -> Table:
     n = next((row.step.n for row in rows if not row.failed), 0)
     title = f"{rows[0].network}, {rows[0].mode}: ms per training step, median (middle half) of {n}, taking turns"
     memory = any(row.peak is not None for row in rows)
+    graphs = any(row.captured is not None for row in rows)
     shown = Table(title=title, title_justify="left")
     shown.add_column("variant", no_wrap=True)
-    for head in ("step", "adds", "of BN's", *(("peak GiB", "adds GiB") if memory else ())):
+    heads = ["step", "adds", "of BN's"]
+    heads += ["as a CUDA graph", "adds", "of BN's"] if graphs else []
+    heads += ["peak GiB", "adds GiB"] if memory else []
+    for head in heads:
         shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         if row.failed:
-            shown.add_row(row.variant, "failed", "", "")
+            shown.add_row(row.variant, "failed")
             continue
-        cells = [str(row.step), f"{row.adds:+.2f}", "" if row.of_bn is None else f"{row.of_bn:.2f}"]
+        cells = [str(row.step), *_changes(row.adds, row.of_bn)]
+        if graphs:
+            whole = "" if row.captured is None else str(row.captured)
+            cells += [whole, *_changes(row.captured_adds, row.captured_of_bn)]
         cells += [f"{row.peak:.2f}", f"{row.adds_memory or 0.0:+.2f}"] if row.peak is not None else []
         shown.add_row(row.variant, *cells)
     return shown
+
+
+def _changes(adds: float | None, of_bn: float | None) -> tuple[str, str]:
+    return "" if adds is None else f"{adds:+.2f}", "" if of_bn is None else f"{of_bn:.2f}"
 
 
 def sentences(rows: list[Row]) -> list[str]:
@@ -481,7 +508,7 @@ def _compared(rows: list[Row], field: str, what: str, by_bn: float | None) -> It
     found = {row.variant: (row, timing) for row in rows if (timing := getattr(row, field)) is not None}
     base = next((found[name][1] for name in WITHOUT if name in found), None)
     for variant, (row, timing) in found.items():
-        if variant in WITHOUT or base is None:
+        if "ENorm" not in variant or base is None:
             continue
         added = timing.median - base.median
         parts = [
