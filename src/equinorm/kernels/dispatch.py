@@ -27,6 +27,7 @@ __all__ = [
     "channels_last",
     "compilable",
     "dense",
+    "elsewhere",
     "is_capturing",
     "kernels",
     "launchable",
@@ -96,10 +97,9 @@ def compilable(*tensors: Tensor | None) -> bool:
     return all(tensor is None or tensor.is_cuda for tensor in tensors)
 
 
-@torch.compiler.assume_constant_result
 def _exporting() -> bool:
-    """Asked while tracing: traced by torch 2.11, `is_exporting` is always true. Torch 2.6 does not tell."""
-    return bool(getattr(torch.compiler, "is_exporting", lambda: False)())
+    """`torch.compiler.is_exporting()`, which is always true when torch 2.11 traces it; torch 2.6 does not tell."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 @contextmanager
@@ -242,6 +242,11 @@ class Written:
         """Call inside a capture: the graph reads the table as it is."""
         if not any(self.values is kept for kept in self._kept):
             self._kept.append(self.values)
+
+
+def elsewhere(device: torch.device) -> bool:
+    """Whether a kernel for this device has to be launched in `torch.cuda.device(device)`, which takes a while."""
+    return device.type == "cuda" and torch._C._cuda_getDevice() != device.index
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..equilibrium import EPS, TINY, equilibrate, output_size, spatial_ratio, stats_samples
-from .dispatch import CHANNELS_LAST, DTYPES, Launch, channels_last
+from .dispatch import CHANNELS_LAST, DTYPES, Launch, channels_last, elsewhere
 
 __all__ = [
     "Convolution",
@@ -903,7 +903,7 @@ def run(
     tracking: Tracking | None = None,
 ) -> Tensor:
     """The layer on the tensors that `plan` was made for, x in the precision of the operation."""
-    if x.is_cuda and torch._C._cuda_getDevice() != x.device.index:
+    if elsewhere(x.device):
         with torch.cuda.device(x.device):
             return _Layer.apply(x, weight, gain, bias, plan, tracking)
     return _Layer.apply(x, weight, gain, bias, plan, tracking)

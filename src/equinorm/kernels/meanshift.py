@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Written, channels_last, is_capturing
+from .dispatch import Launch, Written, channels_last, elsewhere, is_capturing
 
 __all__ = ["GradientAdapter", "Kernel", "scaled_kernel"]
 
@@ -64,8 +65,25 @@ def _scale_backward(grad, V, g, grad_V, grad_g, size, BLOCK: tl.constexpr):
 
 def scaled_kernel(V: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     """e^g · V per filter, computed in float32 and rounded once to `dtype`; `V` is `dense`. Differentiable twice."""
-    with _on(V.device):
-        return _ScaledKernel.apply(V, g, dtype)
+    if elsewhere(V.device):
+        with torch.cuda.device(V.device):
+            return _ScaledKernel.apply(V, g, dtype)
+    return _ScaledKernel.apply(V, g, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _scaling(shape: tuple[int, ...], device: torch.device, *dtypes: torch.dtype) -> Launch:
+    """The launch (V, g, out) for tensors of these dtypes, made once."""
+    filters, size = shape[0], math.prod(shape[1:])
+    return Launch(_scale, (filters, triton.cdiv(size, BLOCK)), device, size=size, BLOCK=BLOCK)
+
+
+@lru_cache(maxsize=1024)
+def _scaling_backward(shape: tuple[int, ...], device: torch.device, *dtypes: torch.dtype) -> Launch:
+    """The launch (grad, V, g, grad_V, grad_g)."""
+    filters, size = shape[0], math.prod(shape[1:])
+    block = min(triton.next_power_of_2(size), 4 * BLOCK)
+    return Launch(_scale_backward, (filters,), device, size=size, BLOCK=block)
 
 
 class _ScaledKernel(torch.autograd.Function):
@@ -73,8 +91,7 @@ class _ScaledKernel(torch.autograd.Function):
     def forward(ctx: Any, V: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(V, g)
         W = torch.empty_like(V, dtype=dtype)
-        filters, size = V.shape[0], V.numel() // V.shape[0]
-        _scale[(filters, triton.cdiv(size, BLOCK))](V, g, W, size, BLOCK=BLOCK)
+        _scaling(V.shape, V.device, V.dtype, g.dtype, dtype)(V, g, W)
         return W
 
     @staticmethod
@@ -87,9 +104,7 @@ class _ScaledKernel(torch.autograd.Function):
         if grad.stride() != V.stride():
             grad = torch.empty_like(V, dtype=grad.dtype).copy_(grad)
         grad_V, grad_g = torch.empty_like(V), torch.empty_like(g)
-        filters, size = V.shape[0], V.numel() // V.shape[0]
-        block = min(triton.next_power_of_2(size), 4 * BLOCK)
-        _scale_backward[(filters,)](grad, V, g, grad_V, grad_g, size, BLOCK=block)
+        _scaling_backward(V.shape, V.device, grad.dtype, V.dtype, g.dtype)(grad, V, g, grad_V, grad_g)
         for_V, for_g, _ = ctx.needs_input_grad
         return grad_V if for_V else None, grad_g if for_g else None, None
 
