@@ -13,12 +13,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 
 import equinorm.equilibrium
 import test_equilibrium_gpu as gpu_tests
 from equinorm.equilibrium import equilibrate
-from equinorm.kernels import dispatch, operators
+from equinorm.kernels import dispatch
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
 from triton_interpreter import interpreted
 
@@ -494,72 +493,3 @@ def test_ordinary_tensors_on_cuda_only() -> None:
     with dispatch.plain_only(), dispatch.plain_only():
         assert not dispatch._allowed
     assert dispatch._allowed
-
-
-# -- for torch.compile -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled here finds the interpreted kernels, as it finds the others on CUDA."""
-    monkeypatch.setattr(operators, "module", lambda name: small)
-    monkeypatch.setattr(equinorm.equilibrium, "compilable", lambda *_: torch.compiler.is_compiling())
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("compiled_kernels")
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(
-    ("build", "shape"),
-    [
-        (lambda: EquiNormConv2d(6, 8, 3, stride=2, padding=1, groups=2), (3, 6, 8, 7)),
-        (lambda: EquiNormConv2d(6, 8, 3, padding=1, two_pass=True).to(memory_format=torch.channels_last), (3, 6, 5, 5)),
-        (lambda: EquiNormConv1d(4, 6, 3, affine=False, stats_fraction=0.5), (4, 4, 9)),
-        (lambda: EquiNormLinear(5, 7), (6, 5)),
-    ],
-)
-def test_compiled_layers_call_the_kernels(build: Any, shape: tuple[int, ...], dynamic: bool) -> None:
-    torch.manual_seed(0)
-    layer = build()
-    twin = copy.deepcopy(layer).double()
-    called: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        called.extend(str(node.target) for node in graph.graph.nodes if "equinorm" in str(node.target))
-        return aot_eager(graph, inputs)
-
-    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
-    for size in (shape, (shape[0] + 2, *shape[1:])):
-        x = torch.rand(size, requires_grad=True)
-        exact = x.detach().double().requires_grad_()
-        for net, input in ((compiled, x), (twin, exact)):
-            layer.zero_grad()
-            twin.zero_grad()
-            net(input).square().sum().backward()
-            if net is compiled:
-                found = {name: p.grad for name, p in layer.named_parameters()}
-        assert_close(x.grad, exact.grad)
-        for name, p in twin.named_parameters():
-            assert_close(found[name], p.grad)
-        for name, buffer in twin.named_buffers():
-            assert_close(layer.get_buffer(name).float(), buffer)
-    assert called[:1] == ["equinorm.equilibrated.default"]
-
-
-@pytest.mark.usefixtures("compiled_kernels")
-def test_the_operation_keeps_torchs_rules() -> None:
-    torch.manual_seed(0)
-    weight, means, gain = torch.randn(4, 3, 3, 3), torch.rand(3), torch.rand(4)
-    for tensor in (weight, means, gain):
-        tensor.requires_grad_()
-    for tensors in ((weight, means, gain), (weight, means, None)):
-        tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-        torch.library.opcheck(operators.equilibrated, (*tensors, 1, False, 1e-5, torch.float32), test_utils=tests)
-
-
-def test_what_is_exported_is_made_of_torchs_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_HAS_TRITON", True)
-    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    layer = EquiNormConv2d(3, 4, 3, padding=1)
-    program = torch.export.export(layer, (torch.rand(2, 3, 5, 5),))
-    assert "equinorm" not in str(program.graph)

@@ -34,8 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels.dispatch import compilable, dense, kernels
-from .kernels.operators import equilibrated
+from .kernels.dispatch import kernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -357,18 +356,10 @@ class _EquiNorm(nn.Module):
             return operation(self._rounded(self._effective_weight(self.running_mean, 1.0)))
         # as with SyncBatchNorm, processes wait for each other only while training
         means = input_means(x, self.stats_fraction, channel_dim, self.process_group if self.training else None)
-        output = operation(self._weight_in_training(means, rho))
+        output = operation(self._rounded(self._effective_weight(means, rho)))
         if self.training and self.running_mean is not None and x.numel() > 0:
             self._track(means.detach() / rho)
         return output
-
-    def _weight_in_training(self, means: Tensor, rho: float) -> Tensor:
-        """The weight in equilibrium as the operation takes it; for `torch.compile` one kernel each way."""
-        weight = self._output_first()
-        if compilable(weight, self.gain) and dense(weight):
-            options = (self._groups(), self.two_pass, self.eps, self._operation_dtype())
-            return self._as_stored(equilibrated(weight, means / rho, self.gain, *options)[0])
-        return self._rounded(self._effective_weight(means, rho))
 
     def _effective_weight(self, means: Tensor, rho: float) -> Tensor:
         """gain · s (w + b), stored as `weight` is. With the gain in the weight the affine costs nothing."""

@@ -8,7 +8,6 @@ Without Triton there are no kernels.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -25,7 +24,6 @@ __all__ = [
     "Launch",
     "Written",
     "channels_last",
-    "compilable",
     "dense",
     "elsewhere",
     "is_capturing",
@@ -44,7 +42,6 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of axes."""
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _allowed = True
 
 
@@ -85,21 +82,6 @@ def dense(tensor: Tensor) -> bool:
 def channels_last(tensor: Tensor) -> bool:
     layout = CHANNELS_LAST.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout)
-
-
-def compilable(*tensors: Tensor | None) -> bool:
-    """Whether `torch.compile` is looking, at tensors on CUDA, and there is Triton: then `operators` may be called.
-
-    Not where it looks in order to export: a program for elsewhere has to be made of torch's own operations.
-    """
-    if not torch.compiler.is_compiling() or _exporting() or not _HAS_TRITON or not _allowed:
-        return False
-    return all(tensor is None or tensor.is_cuda for tensor in tensors)
-
-
-def _exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which is always true when torch 2.11 traces it; torch 2.6 does not tell."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 @contextmanager

@@ -23,7 +23,6 @@ longer to launch than to run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -43,7 +42,6 @@ __all__ = [
     "Settings",
     "Tracking",
     "add_per_channel_",
-    "chunks",
     "convolution_settings",
     "equinorm_layer",
     "linear_settings",
@@ -51,7 +49,6 @@ __all__ = [
     "plain_layer",
     "plan_for",
     "run",
-    "state_size",
     "transform_weight",
     "transform_weight_backward",
 ]
@@ -588,7 +585,7 @@ def _transforming(
     )
 
 
-def chunks(outputs: int, groups: int) -> tuple[int, int]:
+def _chunks(outputs: int, groups: int) -> tuple[int, int]:
     """How many chunks the output channels of a group make, and how many channels each has."""
     per_group = outputs // groups
     per_chunk = triton.cdiv(per_group, CHUNKS)
@@ -603,7 +600,7 @@ def _differentiating(
     strides, grad_strides = _weight_strides(weight), _weight_strides(grad)
     assert strides is not None
     assert grad_strides is not None
-    number, per_chunk = chunks(outputs, settings.groups)
+    number, per_chunk = _chunks(outputs, settings.groups)
     return Launch(
         _weight_gradient,
         (settings.groups * number,),
@@ -633,40 +630,13 @@ def transform_weight(
 ) -> tuple[Tensor, Tensor]:
     """(gain · s (w + b) in `settings.dtype`, what `transform_weight_backward` has to know), v = Σ partial / count."""
     out = torch.empty_like(weight, dtype=settings.dtype or weight.dtype)
-    state = torch.empty(state_size(weight, settings.groups), dtype=torch.float32, device=weight.device)
-    launch = _kept(_transforming, settings, partial.shape[0], count, weight.device, _form(weight), _dtype(gain))
+    state = torch.empty(_state_size(weight, settings.groups), dtype=torch.float32, device=weight.device)
+    launch = _transforming(weight, weight.device, settings, partial.shape[0], count)
     launch(weight, partial, gain, None, None, out, state)
     return out, state
 
 
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def _form(tensor: Tensor) -> Form:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
-@lru_cache(maxsize=1024)
-def _kept(
-    make: Callable[..., Launch],
-    settings: Settings,
-    parts: int,
-    count: int,
-    device: torch.device,
-    weight: Form,
-    gain: torch.dtype | None,
-    *others: Form,
-) -> Launch:
-    """A launch, made once for tensors of these forms."""
-    tensors = (torch.empty_strided(*form[:2], dtype=form[2], device="meta") for form in (weight, *others))
-    return make(*tensors, device, settings, parts, count)
-
-
-def state_size(weight: Tensor, groups: int) -> int:
+def _state_size(weight: Tensor, groups: int) -> int:
     return weight.shape[1] * groups + _STATS * weight.shape[0]
 
 
@@ -679,9 +649,9 @@ def transform_weight_backward(
     (outputs, inputs), device = weight.shape[:2], weight.device
     grad_weight, grad_gain = torch.empty_like(weight), None if gain is None else torch.empty_like(gain)
     terms = torch.empty((_TERMS, outputs), dtype=torch.float32, device=device)
-    parts = chunks(outputs, settings.groups)[0]
+    parts = _chunks(outputs, settings.groups)[0]
     partial = torch.empty((parts, inputs * settings.groups), dtype=torch.float32, device=device)
-    launch = _kept(_differentiating, settings, 1, count, device, _form(weight), _dtype(gain), _form(grad))
+    launch = _differentiating(weight, grad, device, settings, 1, count)
     launch(weight, grad, state, gain, None, grad_weight, grad_gain, None, terms, partial)
     return grad_weight, grad_gain, partial
 
@@ -809,10 +779,10 @@ class Plan:
         assert layout is not None
         self.sum, parts = _summing(layout, device, readers=weight.shape[0])
         self.partial_size = parts * layout.channels
-        self.state_size = state_size(weight, settings.groups)
+        self.state_size = _state_size(weight, settings.groups)
         self.transform = _transforming(weight, device, settings, parts, self.count, momentum)
         self.memory_format = CHANNELS_LAST[x.dim()] if channels_last(x) else torch.contiguous_format
-        self.chunks = chunks(weight.shape[0], settings.groups)[0]
+        self.chunks = _chunks(weight.shape[0], settings.groups)[0]
         self.terms_size, self.chunks_size = _TERMS * weight.shape[0], self.chunks * layout.channels
         self._launches: dict[Any, Any] = {}
 
