@@ -325,12 +325,20 @@ def test_nothing_is_best_if_nothing_beats_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict"), [((90, 90), "reproduced"), ((90, 80), "in part"), ((80, 80), "not reproduced")]
+    ("values", "verdict", "words"),
+    [
+        ((90, 90), "reproduced", "2 of 2 numbers reproduced"),
+        ((90, 80), "in part", "1 of 2 numbers reproduced"),
+        ((80, 80), "not reproduced", "0 of 2 numbers reproduced"),
+        ((90,), "in part", "1 of 1 number reproduced; 1 of 2 runs are missing"),
+        ((80,), "not reproduced", "0 of 1 number reproduced; 1 of 2 runs are missing"),
+    ],
 )
-def test_the_verdict_of_an_artifact(values: tuple[int, int], verdict: str) -> None:
+def test_the_verdict_of_an_artifact(values: tuple[int, ...], verdict: str, words: str) -> None:
     cells = tuple(Cell(row, "1", seeds(run_of(row, 1), 1), paper=90.0) for row in ("BN", "GN"))
-    records = {cell.runs[0].key: record_of(cell.runs[0], value) for cell, value in zip(cells, values, strict=True)}
-    assert evaluate(Artifact("fake/x", "x", "x", "x", cells), records).verdict == verdict
+    records = {cell.runs[0].key: record_of(cell.runs[0], value) for cell, value in zip(cells, values, strict=False)}
+    result = evaluate(Artifact("fake/x", "x", "x", "x", cells), records)
+    assert (result.verdict, wording.counts(result)) == (verdict, words)
 
 
 def test_numbers_as_text() -> None:

@@ -71,11 +71,18 @@ def show(items: Iterable[RenderableType], console: Console | None = None, width:
 def save(out: Path, name: str, text: str, rows: Iterable[Any], about_it: dict[str, Any]) -> list[Path]:
     """Write NAME.txt for readers and NAME.json with every number."""
     out.mkdir(parents=True, exist_ok=True)
-    head = "".join(f"{key}: {value}\n" for key, value in about_it.items())
+    head = "".join(f"{key}: {_words(value)}\n" for key, value in about_it.items())
     write_text(out / f"{name}.txt", f"{head}\n{text}")
     content = {**about_it, "rows": [asdict(row) for row in rows]}
     write_text(out / f"{name}.json", json.dumps(content, indent=1) + "\n")
     return [out / f"{name}.txt", out / f"{name}.json"]
+
+
+def _words(value: Any) -> str:
+    """Versions are read as "torch 2.11.0, python 3.12.3"."""
+    if not isinstance(value, dict):
+        return f"{value:.1f}" if isinstance(value, float) else str(value)
+    return ", ".join(f"{name} {what}" for name, what in value.items() if what is not None)
 
 
 def _lines(path: str) -> list[str]:

@@ -122,7 +122,7 @@ def _scaling(bench: _Bench) -> None:
     text = show([scaling.table(found)], bench.console)
     bench.written += save(bench.out, f"bench_scaling{bench.suffix}", text, found, bench.about)
     picture = bench.out / f"bench_scaling{bench.suffix}.png"
-    scaling.draw(found, picture)
+    scaling.draw(found, picture, bench.about["hardware"])
     bench.written.append(picture)
 
 

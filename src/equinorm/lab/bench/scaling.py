@@ -99,16 +99,17 @@ def table(found: list[Point]) -> Table:
     return shown
 
 
-def draw(found: list[Point], path: Path) -> None:
+def draw(found: list[Point], path: Path, hardware: str) -> None:
     """Cost against size, one panel for each of width, depth and batch; both axes logarithmic."""
     from ...diagnostics import style
 
     title = "ENorm's cost follows the weights, BatchNorm's the activations"
-    caption = "Chains of 3 x 3 convolutions on 32 x 32 images, one size varied at a time; medians."
+    where = hardware.partition(";")[0]
+    caption = f"Chains of 3 x 3 convolutions on 32 x 32 images, one size varied at a time; medians on {where}."
     figure, panels = style.figure(1, 3, title=title, caption=caption, sharey=True)
     for panel, axis in zip(panels, ("width", "depth", "batch"), strict=True):
         chosen = [point for point in found if point.axis == axis]
-        where = [point.value for point in chosen]
+        sizes = [point.value for point in chosen]
         for number, (label, values) in enumerate(
             {
                 "step without a norm": [point.plain.median for point in chosen],
@@ -116,11 +117,10 @@ def draw(found: list[Point], path: Path) -> None:
                 "ENorm cycle": [point.cycle.median for point in chosen],
             }.items()
         ):
-            panel.plot(where, values, label=label, **style.line(number))
+            panel.plot(sizes, values, label=label if panel is panels[0] else None, **style.line(number))
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xlabel({"width": "channels", "depth": "layers", "batch": "images in a batch"}[axis])
     panels[0].set_ylabel("milliseconds")
-    panels[0].legend(frameon=False)
     style.finish(panels)
     style.save(figure, path)

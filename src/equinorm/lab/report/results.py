@@ -220,15 +220,15 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """Of the artifact as a whole: of the numbers and claims that were run, all are reproduced, some, or none."""
+        """Of the artifact as a whole: all of the paper's numbers and claims are reproduced, some, or none."""
         if not self.was_run:
             return "not run"
         if self.toy:
             return "toy"
-        found = {n.verdict for n in self.numbers} | {c.verdict for c in self.claims}
-        if "not reproduced" in found:
-            return "in part" if "reproduced" in found else "not reproduced"
-        return "reproduced" if "reproduced" in found else "measured"
+        found = {n.verdict for n in self.numbers if n.cell.paper is not None} | {c.verdict for c in self.claims}
+        if "reproduced" in found:
+            return "in part" if found & {"not reproduced", "not run"} else "reproduced"
+        return "not reproduced" if "not reproduced" in found else "measured"
 
 
 def evaluate(

@@ -180,7 +180,7 @@ def duration(seconds: float) -> str:
 
 
 def counts(result: Result) -> str:
-    """ "10 of 12 numbers and 5 of 6 claims reproduced", of those that were run."""
+    """ "10 of 12 numbers and 5 of 6 claims reproduced", of those that were run; and how many runs are missing."""
     if not result.was_run:
         return "not run"
     if result.toy:
@@ -193,7 +193,9 @@ def counts(result: Result) -> str:
     for name, good, bad in pairs:
         if good + bad:
             parts.append(f"{good} of {good + bad} {name}{'s' * (good + bad != 1)}")
-    return " and ".join(parts) + " reproduced" if parts else "measured; the paper prints no number to compare with"
+    said = " and ".join(parts) + " reproduced" if parts else "measured; the paper prints no number to compare with"
+    missing = result.wanted - len(result.records)
+    return f"{said}; {missing} of {result.wanted} runs are missing" if missing else said
 
 
 # -- which method helps ------------------------------------------------------------------------------------------------
