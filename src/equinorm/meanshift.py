@@ -44,6 +44,7 @@ from .weightnorm import (
     LayerReport,
     Where,
     bake_weights_,
+    dtype_in_use,
     filter_norm,
     originals,
     run,
@@ -122,8 +123,7 @@ class ScaledKernel(nn.Module):
     V is stored as the parametrization's `original`, which is the weight's own parameter object. A weight that
     is assigned is taken apart: V gets length 1, g the logarithm of what it had; a filter of zeros stays one.
 
-    On CUDA, under autocast and with gradients on, W is made in autocast's precision right away: the convolution
-    would round it to that next, and torch caches such a rounding for plain parameters only.
+    On CUDA W is made in the precision in which it is used, see `weightnorm.dtype_in_use`.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -135,9 +135,7 @@ class ScaledKernel(nn.Module):
         found = kernels("meanshift", V, self.g)
         if found is None or not dense(V):
             return self.g.exp() * V
-        # parametrize.cached() may keep W for a place without autocast
-        rounded = torch.is_autocast_enabled("cuda") and torch.is_grad_enabled() and not parametrize._cache_enabled
-        W: Tensor = found.scaled_kernel(V, self.g, torch.get_autocast_dtype("cuda") if rounded else V.dtype)
+        W: Tensor = found.scaled_kernel(V, self.g, dtype_in_use(V))
         return W
 
     def right_inverse(self, weight: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm as _TorchWeightNorm
 
+from .kernels.dispatch import DTYPES, dense, kernels
+
 __all__ = [
     "CentredWeightNorm",
     "InitReport",
@@ -44,6 +46,7 @@ __all__ = [
     "centred_weight_norm_",
     "data_dependent_init_",
     "fans",
+    "normalized_filters",
     "remove_weight_norm_",
     "scaled_weight_norm_",
     "weight_standardization_",
@@ -101,6 +104,42 @@ def _within(v: Tensor, dim: int) -> list[int]:
     return [axis for axis in range(v.ndim) if axis != dim]
 
 
+def normalized_filters(
+    v: Tensor, g: Tensor | None, dim: int = 0, *, scale: float = 1.0, centred: bool = False, eps: float | None = None
+) -> Tensor:
+    """scale · g · c / ‖c‖ per filter, c = v or v - v̄; with `eps` c / (σ + ε) in place of c / ‖c‖, σ² the mean of c².
+
+    >>> w = normalized_filters(v, g)                                      # weight norm
+    >>> w = normalized_filters(v, None, centred=True, eps=1e-5)           # weight standardization
+    """
+    c = centre_filters(v, dim) if centred else v
+    length = filter_norm(c, dim)
+    if eps is not None:
+        length = length / math.sqrt(v.numel() / v.shape[dim]) + eps
+    if g is None:
+        return scale * c / length if scale != 1.0 else c / length
+    return (scale * g if scale != 1.0 else g) / length * c
+
+
+def _filters(v: Tensor, g: Tensor | None, dim: int, **form: Any) -> Tensor:
+    """`normalized_filters`, on CUDA in one kernel each way."""
+    found = kernels("weightnorm", v, g) if dim == 0 else None
+    if found is None or not dense(v) or (g is not None and (g.dtype not in DTYPES or not g.is_contiguous())):
+        return normalized_filters(v, g, dim, **form)
+    w: Tensor = found.normalized(v, g, found.Form(**form), dtype_in_use(v))
+    return w
+
+
+def dtype_in_use(v: Tensor) -> torch.dtype:
+    """In which precision a weight that is made of v now will be used.
+
+    Under autocast, on CUDA and with gradients on, an operation would round it to autocast's precision next, and torch
+    caches such a rounding for plain parameters only. `parametrize.cached()` may keep it for a place without autocast.
+    """
+    rounded = torch.is_autocast_enabled("cuda") and torch.is_grad_enabled() and not parametrize._cache_enabled
+    return torch.get_autocast_dtype("cuda") if rounded else v.dtype
+
+
 def fans(layer: nn.Module) -> tuple[int, int]:
     """(fan-in, fan-out) of a layer: k²·C_in/groups and k²·C_out/groups, with k² the size of the window.
 
@@ -131,7 +170,7 @@ class WeightNorm(nn.Module):
         self.dim = dim
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return g / filter_norm(v, self.dim) * v
+        return _filters(v, g, self.dim)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return filter_norm(weight, self.dim), weight
@@ -148,7 +187,7 @@ class ScaledWeightNorm(nn.Module):
         self.scale, self.dim = scale, dim
 
     def forward(self, gamma: Tensor, v: Tensor) -> Tensor:
-        return self.scale * gamma / filter_norm(v, self.dim) * v
+        return _filters(v, gamma, self.dim, scale=self.scale)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return filter_norm(weight, self.dim) / self.scale, weight
@@ -168,8 +207,7 @@ class CentredWeightNorm(nn.Module):
         self.dim = dim
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        centred = centre_filters(v, self.dim)
-        return g / filter_norm(centred, self.dim) * centred
+        return _filters(v, g, self.dim, centred=True)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return filter_norm(centre_filters(weight, self.dim), self.dim), weight
@@ -190,9 +228,7 @@ class WeightStandardization(nn.Module):
         self.dim, self.eps = dim, eps
 
     def forward(self, v: Tensor) -> Tensor:
-        centred = centre_filters(v, self.dim)
-        sigma = filter_norm(centred, self.dim) / math.sqrt(v.numel() / v.shape[self.dim])
-        return centred / (sigma + self.eps)
+        return _filters(v, None, self.dim, centred=True, eps=self.eps)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight
