@@ -57,6 +57,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     ),
     "1d": (EquiNormConv1d, {"in_channels": 20, "out_channels": 30, "kernel_size": 4, "dilation": 2}, (6, 20, 50)),
     "3d": (EquiNormConv3d, {"in_channels": 6, "out_channels": 10, "kernel_size": 3, "padding": 1}, (3, 6, 6, 7, 8)),
+    "1 x 1 x 1": (EquiNormConv3d, {"in_channels": 24, "out_channels": 40, "kernel_size": 1}, (3, 24, 6, 7, 8)),
     "linear": (EquiNormLinear, {"in_features": 300, "out_features": 1000}, (4, 25, 300)),
     "long linear": (EquiNormLinear, {"in_features": 9000, "out_features": 10}, (64, 9000)),
 }
@@ -140,7 +141,7 @@ def test_launches_are_remembered_and_need_not_be() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["3 x 3", "stem", "grouped", "linear"])
+@pytest.mark.parametrize("case", ["3 x 3", "stem", "1 x 1", "grouped", "1 x 1 x 1", "linear"])
 def test_autocast(case: str, dtype: torch.dtype) -> None:
     layer, x = build(case)
     for given in (x, x.to(dtype)):
@@ -149,6 +150,30 @@ def test_autocast(case: str, dtype: torch.dtype) -> None:
             expected = outcome(layer, given, dtype)
         assert {name: t.dtype for name, t in actual.items()} == {name: t.dtype for name, t in expected.items()}
         assert_close(actual, expected, 0.03 if dtype == torch.bfloat16 else 0.004)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", ["1 x 1", "1 x 1 x 1"])
+def test_pointwise_convolutions_are_matrix_products(case: str, options: str) -> None:
+    """With channels last and in half precision. The output can be written to in place; its gradient may lie anyhow."""
+    layer, x = build(case, options)
+    layer, x = layer.to(torch.bfloat16), x.to(torch.bfloat16).requires_grad_()
+    memory_format = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    module = kernels("equilibrium", x)
+    plans = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = module.run
+        patch.setattr(module, "run", lambda plan, *tensors: plans.append(plan) or run(plan, *tensors))
+        y = layer(x).relu_()
+    assert [type(plan.operation) for plan in plans] == [module.Pointwise]
+    assert y.is_contiguous(memory_format=memory_format)
+    direction = torch.randn_like(y)
+    results = []
+    for gradient in (direction, direction.contiguous()):
+        found = torch.autograd.grad(y, [x, *layer.parameters()], gradient, retain_graph=True)
+        results.append({str(i): tensor for i, tensor in enumerate(found)})
+    assert results[0]["0"].is_contiguous(memory_format=memory_format)
+    assert_close(*results, 0.01)
 
 
 @pytest.mark.parametrize("inputs", ["zero", "negative", "cancelling", "faint"])

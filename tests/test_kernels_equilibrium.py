@@ -6,6 +6,8 @@ import copy
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +28,7 @@ small = interpreted("equilibrium")
 # blocks so small that every loop runs several times
 small.TILE, small.PROGRAMS, small.FEW_PROGRAMS, small.READS = 64, 4, 2, 64
 small.WEIGHT_TILE, small.CHUNKS = 32, 2
+small.PRODUCTS = small.DTYPES  # in float32 too, which can be held against float64
 any_blocks = st.sampled_from([fused, small])
 # the interpreter is slow, and shrinking an example runs it many times
 quick = settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
@@ -43,9 +46,9 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, tolerance: floa
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance * scale)
 
 
-def laid_out(x: Tensor, channels_last: bool) -> Tensor:
+def laid_out(x: Tensor, last: bool) -> Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.to(memory_format=formats[x.dim()]) if channels_last and x.dim() in formats else x
+    return x.to(memory_format=formats[x.dim()]) if last and x.dim() in formats else x
 
 
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])
@@ -207,8 +210,13 @@ def layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
     return layer, laid_out(torch.rand(batch, groups * inputs, *sizes), last)
 
 
-def outcome(layer: Any, x: Tensor, module: Any, dtype: torch.dtype | None = None) -> list[Tensor | None]:
-    """Output, gradients of input and parameters, and the running statistics; through `module` if there is one."""
+def outcome(
+    layer: Any, x: Tensor, module: Any, dtype: torch.dtype | None = None, last: bool = False
+) -> list[Tensor | None]:
+    """Output, gradients of input and parameters, and the running statistics; through `module` if there is one.
+
+    The gradient of the output has its channels last if told so.
+    """
     layer, x = copy.deepcopy(layer), x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     calls = []
 
@@ -223,7 +231,7 @@ def outcome(layer: Any, x: Tensor, module: Any, dtype: torch.dtype | None = None
     assert calls
     assert ("_LayerBackward" in str(y.grad_fn) or "ViewBackward" in str(y.grad_fn)) or module is None
     torch.manual_seed(5)
-    y.backward(torch.randn(y.shape).to(y.dtype))
+    y.backward(laid_out(torch.randn(y.shape).to(y.dtype), last))
     return [y, x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
 
 
@@ -231,12 +239,115 @@ def outcome(layer: Any, x: Tensor, module: Any, dtype: torch.dtype | None = None
 @given(any_blocks, layers())
 def test_layers_do_the_same(kernels: Any, drawn: tuple[Any, Tensor]) -> None:
     layer, x = drawn
+    with_affine(layer)
+    for actual, expected in zip(outcome(layer, x, kernels), outcome(layer.double(), x.double(), None), strict=True):
+        assert_close(actual, expected, 1e-4)
+
+
+def with_affine(layer: Any) -> Any:
+    """`layer`, its gain and offset no longer 1 and 0."""
     with torch.no_grad():
         for p in (layer.gain, layer.bias):
             if p is not None:
                 p.uniform_(0.5, 1.5)
-    for actual, expected in zip(outcome(layer, x, kernels), outcome(layer.double(), x.double(), None), strict=True):
-        assert_close(actual, expected, 1e-4)
+    return layer
+
+
+@st.composite
+def pointwise_layers(draw: st.DrawFn) -> tuple[Any, Tensor]:
+    """A layer that is a matrix product on inputs with their channels last, and such an input."""
+    torch.manual_seed(draw(st.integers(0, 999)))
+    kind, axes = draw(st.sampled_from([(EquiNormConv2d, 2), (EquiNormConv3d, 3)]))
+    layer = kind(
+        draw(st.integers(2, 9)),
+        draw(st.integers(1, 9)),
+        1,
+        padding=draw(st.sampled_from([0, "valid", "same"])),
+        dilation=draw(st.integers(1, 2)),
+        bias=draw(st.booleans()),
+        affine=draw(st.sampled_from([True, True, False])),
+        two_pass=draw(st.booleans()),
+        stats_fraction=draw(st.sampled_from([1.0, 0.5, 0.25])),
+        momentum=draw(st.sampled_from([0.1, None])),
+    )
+    sizes = [draw(st.integers(1, 3)) for _ in range(axes)]
+    x = laid_out(torch.rand(draw(st.integers(1, 4)), layer.in_channels, *sizes), last=True)
+    if draw(st.booleans()):
+        layer = layer.to(memory_format={2: torch.channels_last, 3: torch.channels_last_3d}[axes])
+    return with_affine(layer), x
+
+
+@settings(quick, max_examples=15)
+@given(pointwise_layers(), st.booleans())
+def test_pointwise_layers_do_the_same_as_matrix_products(drawn: tuple[Any, Tensor], last: bool) -> None:
+    layer, x = drawn
+    with watched(small) as plans:
+        actual = outcome(layer, x, small, last=last)
+    assert [type(plan.operation) for plan in plans] == [small.Pointwise]
+    for tensor in actual[:2]:
+        assert tensor.is_contiguous(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()])
+    for found, expected in zip(actual, outcome(layer.double(), x.double(), None), strict=True):
+        assert_close(found, expected, 1e-4)
+
+
+@contextmanager
+def watched(module: Any) -> Iterator[list[Any]]:
+    """The plans that `module` runs in here."""
+    plans: list[Any] = []
+    run = module.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "run", lambda plan, *tensors: plans.append(plan) or run(plan, *tensors))
+        yield plans
+
+
+@pytest.mark.parametrize(
+    ("options", "last", "dtype", "operation"),
+    [
+        ({"kernel_size": 1}, True, torch.bfloat16, "Pointwise"),
+        ({"kernel_size": 1}, True, torch.float16, "Pointwise"),
+        ({"kernel_size": 1}, True, torch.float32, "Convolution"),
+        ({"kernel_size": 1}, False, torch.bfloat16, "Convolution"),
+        ({"kernel_size": 1, "stride": 2}, True, torch.bfloat16, "Convolution"),
+        ({"kernel_size": 1, "padding": 1}, True, torch.bfloat16, "Convolution"),
+        ({"kernel_size": 1, "groups": 2}, True, torch.bfloat16, "Convolution"),
+        ({"kernel_size": (1, 3)}, True, torch.bfloat16, "Convolution"),
+    ],
+    ids=str,
+)
+def test_which_convolutions_are_matrix_products(
+    options: dict[str, Any], last: bool, dtype: torch.dtype, operation: str
+) -> None:
+    layer, x = EquiNormConv2d(8, 4, **options), laid_out(torch.rand(2, 8, 3, 3), last)
+    with watched(fused) as plans:
+        outcome(layer, x, fused, None if dtype == torch.float32 else dtype)
+    assert [type(plan.operation).__name__ for plan in plans] == [operation]
+
+
+def test_rows_are_no_copies_where_channels_are_last() -> None:
+    for shape in ((2, 3, 4, 5), (2, 3, 1, 1), (3, 3, 2, 4, 5), (4, 1, 3, 3)):
+        whole = laid_out(torch.rand(shape), last=True)
+        for x in (whole, whole[1:]):
+            rows = fused._rows(x)
+            assert rows.data_ptr() == x.data_ptr()
+            assert rows.is_contiguous()
+            assert torch.equal(rows, x.movedim(1, -1).flatten(0, -2))
+        crossed = torch.rand(shape).transpose(0, 1)
+        assert torch.equal(fused._rows(crossed), crossed.movedim(1, -1).flatten(0, -2))
+
+
+def test_matrix_products_are_ordinary_outputs(monkeypatch: Any) -> None:
+    """They can be written to in place; and a hook that brings the input back in another layout does no harm."""
+    monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: small)
+    x = laid_out(torch.rand(3, 5, 4, 2), last=True).requires_grad_()
+    results = []
+    for unpack in (lambda t: t, lambda t: t.contiguous()):
+        torch.manual_seed(0)
+        layer = EquiNormConv2d(5, 6, 1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = layer(x).relu_()
+        results.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, 1e-6)
 
 
 @pytest.mark.parametrize("options", gpu_tests.OPTIONS)
@@ -249,10 +360,20 @@ def test_the_comparison_that_is_made_on_a_gpu(case: str, options: str, monkeypat
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (EquiNormConv2d(8, 6, 3, padding=1), (4, 8, 6, 6)),
+        (EquiNormConv2d(8, 6, 1), (4, 8, 6, 6)),
+        (EquiNormConv3d(8, 6, 1, stats_fraction=0.25), (4, 8, 3, 2, 2)),
+        (EquiNormLinear(8, 6), (16, 8)),
+    ],
+    ids=str,
+)
+def test_autocast(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Inputs in autocast's precision or not; statistics and gradients of parameters stay float32."""
-    layer = EquiNormConv2d(8, 6, 3, padding=1)
-    x = torch.rand(4, 8, 6, 6).to(dtype)
+    x = laid_out(torch.rand(shape).to(dtype), last=True)
+    with_affine(layer)
     for given_x in (x, x.float()):
         results = zip(outcome(layer, given_x, fused, dtype), outcome(layer, given_x, None, dtype), strict=True)
         for actual, expected in results:
@@ -264,6 +385,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 def test_layers_in_half_precision(dtype: torch.dtype) -> None:
     for layer, x in (
         (EquiNormConv2d(8, 6, 3, padding="same", dtype=dtype), torch.rand(4, 8, 6, 6)),
+        (with_affine(EquiNormConv2d(8, 6, 1, dtype=dtype)), laid_out(torch.rand(4, 8, 6, 6), last=True)),
         (EquiNormLinear(8, 6, dtype=dtype), torch.rand(16, 8)),
     ):
         both = outcome(layer, x.to(dtype), fused), outcome(layer, x.to(dtype), None)
@@ -273,12 +395,14 @@ def test_layers_in_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("two_pass", [False, True])
-def test_second_derivatives(two_pass: bool) -> None:
-    operation = fused.Convolution((1, 1), (1, 1), (1, 1), groups=2)
-    told = fused.Settings(operation, samples=2, two_pass=two_pass)
-    tensors = [torch.rand(3, 4, 5, 5), torch.randn(6, 2, 3, 3), torch.rand(6) + 0.5, torch.randn(6)]
+@pytest.mark.parametrize(("window", "groups"), [(3, 2), (1, 1)])
+def test_second_derivatives(window: int, groups: int, two_pass: bool) -> None:
+    operation = small.Convolution((1, 1), (window // 2,) * 2, (1, 1), groups)
+    told = small.Settings(operation, samples=2, two_pass=two_pass)
+    x = laid_out(torch.rand(3, 4, 5, 5), last=window == 1)
+    tensors = [x, torch.randn(6, 4 // groups, window, window), torch.rand(6) + 0.5, torch.randn(6)]
     results = []
-    for layer in (fused.equinorm_layer, lambda x, w, g, b, s: fused.plain_layer(x, w, g, s) + b.view(-1, 1, 1)):
+    for layer in (small.equinorm_layer, lambda x, w, g, b, s: small.plain_layer(x, w, g, s) + b.view(-1, 1, 1)):
         leaves = [t.clone().requires_grad_() for t in tensors]
         y = layer(*leaves, told)
         first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
@@ -316,16 +440,44 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 def test_gradients_of_any_layout() -> None:
     """An expanded gradient, as a mean gives it, and one whose axes are crossed."""
-    layer = EquiNormConv2d(3, 4, 3)
-    x = torch.rand(2, 3, 6, 6)
-    told = fused.Settings(fused.Convolution((1, 1), (0, 0), (1, 1)), samples=2)
-    for direction in (torch.rand(2, 4, 1, 1).expand(2, 4, 4, 4), torch.rand(2, 4, 4, 4).transpose(2, 3)):
-        results = []
-        for function in (fused.equinorm_layer, lambda x, w, g, b, s: fused.plain_layer(x, w, g, s) + b.view(-1, 1, 1)):
-            leaves = [t.detach().clone().requires_grad_() for t in (x, layer.weight, layer.gain, layer.bias)]
-            results.append(torch.autograd.grad(function(*leaves, told), leaves, direction))
-        for actual, expected in zip(*results, strict=True):
-            assert_close(actual, expected)
+    told = small.Settings(small.Convolution((1, 1), (0, 0), (1, 1)), samples=2)
+    for layer, x in (
+        (EquiNormConv2d(3, 4, 3), torch.rand(2, 3, 6, 6)),
+        (EquiNormConv2d(3, 4, 1), laid_out(torch.rand(2, 3, 4, 4), last=True)),
+    ):
+        for direction in (torch.rand(2, 4, 1, 1).expand(2, 4, 4, 4), torch.rand(2, 4, 4, 4).transpose(2, 3)):
+            results = []
+            for function in (
+                small.equinorm_layer,
+                lambda x, w, g, b, s: small.plain_layer(x, w, g, s) + b.view(-1, 1, 1),
+            ):
+                leaves = [t.detach().clone().requires_grad_() for t in (x, layer.weight, layer.gain, layer.bias)]
+                results.append(torch.autograd.grad(function(*leaves, told), leaves, direction))
+            for actual, expected in zip(*results, strict=True):
+                assert_close(actual, expected)
+
+
+def test_gradients_of_inputs_may_lie_anyhow() -> None:
+    """Neither contiguous nor channels last, which an operation is free to return."""
+    plan = fused.plan_for(
+        torch.rand(2, 3, 4, 4),
+        torch.rand(4, 3, 1, 1),
+        None,
+        None,
+        fused.Settings(fused.Convolution((1, 1), (0, 0), (1, 1)), samples=1),
+    )
+    y = torch.rand(2, 4, 5, 3).transpose(1, 3)
+    values = torch.rand(2 * 3 + 7)  # with something behind them
+    expected = y.clone()
+    expected[:1] += values[:6].view(2, 3).sum(0).view(3, 1, 1)
+    plan.add(y, values, parts=2, samples=1)
+    assert_close(y, expected)
+
+
+def spread(layer: Any, name: str) -> Any:
+    """`layer`, the values of one of its parameters apart in memory."""
+    setattr(layer, name, nn.Parameter(torch.rand(8)[::2]))
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -338,6 +490,8 @@ def test_gradients_of_any_layout() -> None:
         (EquiNormLinear(5, 4), (5,)),
         (EquiNormConv2d(3, 4, 3, dtype=torch.float64), (2, 3, 5, 5)),
         (EquiNormConv2d(3, 4, 3), (0, 3, 5, 5)),
+        (spread(EquiNormConv2d(3, 4, 3), "gain"), (2, 3, 5, 5)),
+        (spread(EquiNormConv2d(3, 4, 3), "bias"), (2, 3, 5, 5)),
     ],
     ids=str,
 )
@@ -456,20 +610,18 @@ def test_numbers_are_those_of_the_kernel_in_its_order() -> None:
 def test_plans_are_found_again(monkeypatch: Any) -> None:
     """Layers that are alike share a plan; another shape, layout or setting needs another."""
     monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
-    plans = []
-    run = fused.run
-    monkeypatch.setattr(fused, "run", lambda plan, *tensors: plans.append(plan) or run(plan, *tensors))
     x = torch.rand(2, 3, 4, 4)
     layer = EquiNormConv2d(3, 4, 3)
-    layer(x), layer(x.clone()), EquiNormConv2d(3, 4, 3)(x)
-    assert len(set(plans)) == 1
-    layer(x.to(memory_format=torch.channels_last)), layer(torch.rand(3, 3, 4, 4))
-    layer.momentum = 0.2
-    layer(x)
-    layer.stride = (2, 2)
-    assert layer(x).shape == (2, 4, 1, 1)
-    layer.stats_fraction = 0.5
-    layer(x)
+    with watched(fused) as plans:
+        layer(x), layer(x.clone()), EquiNormConv2d(3, 4, 3)(x)
+        assert len(set(plans)) == 1
+        layer(x.to(memory_format=torch.channels_last)), layer(torch.rand(3, 3, 4, 4))
+        layer.momentum = 0.2
+        layer(x)
+        layer.stride = (2, 2)
+        assert layer(x).shape == (2, 4, 1, 1)
+        layer.stats_fraction = 0.5
+        layer(x)
     assert len(set(plans)) == 6
 
 

@@ -224,8 +224,8 @@ def _numbers(store: Store) -> dict[str, list[dict[str, float]]]:
 def _stopped(folder: Path, after: float, number: int) -> int | None:
     process = multiprocessing.get_context("fork").Process(target=_work, args=(str(folder),))
     process.start()
-    while number != signal.SIGKILL and not list(folder.rglob("*.lock")):  # it has to have begun
-        time.sleep(0.005)
+    while number != signal.SIGKILL and not any(Store(folder).checkpoint(run).exists() for run in GRID):
+        time.sleep(0.005)  # it has to have begun
     process.join(after)
     if process.is_alive():
         os.kill(process.pid, number)
@@ -255,7 +255,7 @@ def test_kill_at_twenty_random_moments_loses_and_repeats_nothing(tmp_path: Path)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_what_is_in_progress(tmp_path: Path, number: int) -> None:
     torch.set_num_threads(1)
-    assert _stopped(tmp_path, 0.05, number) == 0
+    assert _stopped(tmp_path, 0.0, number) == 0
     store = Store(tmp_path)
     done = len(list(store.records()))
     assert done < len(GRID)

@@ -368,17 +368,11 @@ class _EquiNorm(nn.Module):
 
     def _rounded(self, weight: Tensor) -> Tensor:
         """`weight` in the precision of the parameter; under autocast the operation rounds it further."""
-        if self._operation_dtype() == torch.float16:
+        if (_autocast_dtype(self.weight.device.type) or self.weight.dtype) == torch.float16:
             # faint inputs make large weights, and an infinite weight makes NaN of every zero among the inputs
             largest = torch.finfo(torch.float16).max
             weight = weight.clamp(-largest, largest)
         return weight.to(self.weight.dtype)
-
-    def _operation_dtype(self) -> torch.dtype:
-        device = self.weight.device.type
-        # torch knows of no autocast for meta tensors, and torch.compile nothing of is_autocast_available
-        autocast = device != "meta" and torch.is_autocast_enabled(device)
-        return torch.get_autocast_dtype(device) if autocast else self.weight.dtype
 
     @torch.no_grad()
     def _track(self, new: Tensor) -> None:
@@ -407,8 +401,9 @@ class _EquiNorm(nn.Module):
         found = kernels("equilibrium", x, weight, gain, bias, running)
         if found is None:
             return None
-        dtype = self._operation_dtype()
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        autocast = _autocast_dtype(x.device.type)
+        dtype = autocast or weight.dtype
+        if autocast is None and x.dtype != dtype:
             return None  # torch's own error is the better one
         rows, settings = self._fused_settings(x, dtype, found)
         if settings is None:
@@ -495,6 +490,13 @@ class _EquiNorm(nn.Module):
             value = getattr(self, option.name)
             text += "" if value == option.default else f", {option.name}={value}"
         return text
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast makes operations on a device work in; None where it is off."""
+    # torch knows of no autocast for meta tensors, and torch.compile nothing of is_autocast_available
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else None
 
 
 def _options() -> list[inspect.Parameter]:

@@ -6,7 +6,8 @@ A training step of one layer reads and writes, besides what its convolution does
 
 - forward: the inputs once, or the part of them that supplies the statistics (`_sum_rows`); the weights, from
   which w'' is written in the precision of the convolution (`_transform`); the outputs, to which the offset is
-  added (`_add_rows`). cuDNN adds a bias in a pass of its own as well.
+  added (`_add_rows`). cuDNN adds a bias in a pass of its own as well; a matrix product adds it on its way, so
+  convolutions that are one are run as one (`Pointwise`).
 - backward: the gradient of the outputs once, for the offset (`_sum_rows`); the weights and their gradient
   (`_weight_gradient`); the gradient of the inputs that supplied statistics, in place (`_add_rows`).
 
@@ -39,6 +40,7 @@ __all__ = [
     "Convolution",
     "Linear",
     "Plan",
+    "Pointwise",
     "Settings",
     "Tracking",
     "add_per_channel_",
@@ -64,6 +66,9 @@ READS = 2**22
 WEIGHT_TILE = 4096
 CHUNKS = 128
 """Output channels of a group are taken together so that no more than this many partial sums are left."""
+PRODUCTS = frozenset({torch.bfloat16, torch.float16})
+"""Precisions in which a convolution may be run as a matrix product. In float32 torch has a switch for each of the
+two that lets it round to TF32, and they are not set alike."""
 
 
 # -- per-channel sums, and numbers added per channel ---------------------------------------------------------
@@ -267,7 +272,7 @@ _TOTAL = tl.constexpr(4)  # Σ v
 _LEVEL = tl.constexpr(5)  # 0, or what every v is taken to be; negative: 1, for want of inputs
 _STATS = 6
 
-# Rows that `_weight_gradient` writes in its first pass for its second.
+# Rows that `_weight_gradient` writes in its first pass for its second, behind its partial sums.
 _SCALE = tl.constexpr(0)  # gain · s
 _DENOMINATOR = tl.constexpr(1)  # the loss's derivative along the denominator of s
 _PULL = tl.constexpr(2)  # and along b, over k Σ v
@@ -285,9 +290,11 @@ def _transform(
     weight,
     partial,
     gain,
+    bias,
     running,
     batches,
     out,
+    offset,
     state,
     outputs,
     inputs,
@@ -313,9 +320,12 @@ def _transform(
 ):
     """One output channel: v of its group, b, s, and w'' = gain · s (w + b); see `equilibrium.shift_and_scale`.
 
-    Moves the running mean towards v / ρ if there is one, or makes it the mean over all batches (AVERAGE).
+    Moves the running mean towards v / ρ if there is one, or makes it the mean over all batches (AVERAGE). Rounds
+    the bias to `offset` if there is one.
     """
     d = tl.program_id(0)
+    if offset is not None:
+        tl.store(offset + d, tl.load(bias + d).to(tl.float32))
     weight += d.to(tl.int64) * inputs * window
     out += d.to(tl.int64) * inputs * window
     group = d // per_group
@@ -425,7 +435,6 @@ def _weight_gradient(
     grad_weight,
     grad_gain,
     grad_bias,
-    terms,
     partial,
     outputs,
     inputs,
@@ -448,9 +457,10 @@ def _weight_gradient(
     """A chunk of output channels of one group: dL/dw, the gradients of gain and offset, and their part of dL/dv.
 
     `sums` [parts, outputs] is what is left of the sum of the gradient of the outputs. The parts of dL/dv, over the
-    number of elements that v is the mean of, go to `partial` [chunks, channels].
+    number of elements that v is the mean of, go to `partial` [chunks, channels]; behind it is room for the terms.
     """
     chunks = tl.cdiv(per_group, per_chunk)
+    terms = partial + chunks * channels
     group = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
     begin = group * per_group + chunk * per_chunk
@@ -529,12 +539,11 @@ def _weight_gradient(
                 tl.store(grad_weight + there, scale * g + v[None, :] * (denominator * n - pull), inside)
                 each = denominator * n * tl.where(kind == 0.0, shifted, w) - pull * shifted
                 along_means += tl.where(inside, each, 0.0)
-        if partial is not None:
-            along = tl.sum(along_means, 0) + along_sizes * _sign(v)
-            # or all v are the mean of |v|: w'' does not depend on it through b, and through s as 1 / level
-            along_level = tl.where(level > 0.0, -heat / (tl.where(level > 0.0, level, 1.0) * inputs), 0.0)
-            along = tl.where(level == 0.0, along, along_level * _sign(mean))
-            tl.store(partial + chunk * channels + group * inputs + first + c, along / count, first + c < inputs)
+        along = tl.sum(along_means, 0) + along_sizes * _sign(v)
+        # or all v are the mean of |v|: w'' does not depend on it through b, and through s as 1 / level
+        along_level = tl.where(level > 0.0, -heat / (tl.where(level > 0.0, level, 1.0) * inputs), 0.0)
+        along = tl.where(level == 0.0, along, along_level * _sign(mean))
+        tl.store(partial + chunk * channels + group * inputs + first + c, along / count, first + c < inputs)
 
 
 def _weight_strides(weight: Tensor) -> tuple[int, int] | None:
@@ -552,7 +561,7 @@ def _weight_blocks(inputs: int, window: int, tile: int) -> dict[str, int]:
 def _transforming(
     weight: Tensor, device: torch.device, settings: Settings, parts: int, count: int, momentum: float | None = 0.0
 ) -> Launch:
-    """The launch (weight, partial, gain, running, batches, out, state)."""
+    """The launch (weight, partial, gain, bias, running, batches, out, offset, state)."""
     outputs, inputs, window = weight.shape[0], weight.shape[1], math.prod(weight.shape[2:])
     strides = _weight_strides(weight)
     assert strides is not None
@@ -632,7 +641,7 @@ def transform_weight(
     out = torch.empty_like(weight, dtype=settings.dtype or weight.dtype)
     state = torch.empty(_state_size(weight, settings.groups), dtype=torch.float32, device=weight.device)
     launch = _transforming(weight, weight.device, settings, partial.shape[0], count)
-    launch(weight, partial, gain, None, None, out, state)
+    launch(weight, partial, gain, None, None, None, out, None, state)
     return out, state
 
 
@@ -648,12 +657,11 @@ def transform_weight_backward(
         grad = grad.contiguous()
     (outputs, inputs), device = weight.shape[:2], weight.device
     grad_weight, grad_gain = torch.empty_like(weight), None if gain is None else torch.empty_like(gain)
-    terms = torch.empty((_TERMS, outputs), dtype=torch.float32, device=device)
-    parts = _chunks(outputs, settings.groups)[0]
-    partial = torch.empty((parts, inputs * settings.groups), dtype=torch.float32, device=device)
+    parts, channels = _chunks(outputs, settings.groups)[0], inputs * settings.groups
+    partial = torch.empty(parts * channels + _TERMS * outputs, dtype=torch.float32, device=device)
     launch = _differentiating(weight, grad, device, settings, 1, count)
-    launch(weight, grad, state, gain, None, grad_weight, grad_gain, None, terms, partial)
-    return grad_weight, grad_gain, partial
+    launch(weight, grad, state, gain, None, grad_weight, grad_gain, None, partial)
+    return grad_weight, grad_gain, partial[: parts * channels].view(parts, channels)
 
 
 # -- the layer -----------------------------------------------------------------------------------------------
@@ -666,6 +674,11 @@ class Convolution(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int = 1
+
+    def is_pointwise(self, window: tuple[int, ...]) -> bool:
+        """Whether every output is made of the inputs in its own place, all of them: with this kernel size."""
+        ones, zeros = (1,) * len(window), (0,) * len(window)
+        return self.groups == 1 and (window, self.stride, self.padding) == (ones, ones, zeros)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         zeros = (0,) * len(self.stride)
@@ -686,12 +699,46 @@ class Linear(NamedTuple):
 
     groups: int = 1
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def __call__(self, x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, offset)
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
         """Gradients of x and weight, those that are wanted."""
-        return grad @ weight if wanted[0] else None, grad.t() @ x if wanted[1] else None
+        return torch.mm(grad, weight) if wanted[0] else None, torch.mm(grad.t(), x) if wanted[1] else None
+
+
+class Pointwise:
+    """A 1 × 1 convolution of inputs with their channels last, which is `Linear` on the rows of channels.
+
+    The gradient of the weight is (out, in), without a window. Not differentiable.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
+        shape = (x.shape[0], weight.shape[0], *x.shape[2:])
+        # not a view of rows: one that comes out of a Function must not be written to in place, as by a ReLU
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=CHANNELS_LAST[x.dim()])
+        matrix = weight.flatten(1).t()
+        if offset is None:
+            torch.mm(_rows(x), matrix, out=_rows(y))
+        else:
+            torch.addmm(offset, _rows(x), matrix, out=_rows(y))
+        return y
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]) -> Any:
+        """Gradients of x and weight, those that are wanted."""
+        rows, grad_x = _rows(grad), None
+        if wanted[0]:
+            grad_x = torch.empty_like(x, memory_format=CHANNELS_LAST[x.dim()])
+            torch.mm(rows, weight.flatten(1), out=_rows(grad_x))
+        return grad_x, torch.mm(rows.t(), _rows(x)) if wanted[1] else None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as (samples · places, channels): the same memory if its channels are last, else a copy."""
+    channels = x.shape[1]
+    x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    # not by movedim and view, which take the host twice as long
+    return x.as_strided((x.numel() // channels, channels), (channels, 1))
 
 
 class Tracking(NamedTuple):
@@ -773,6 +820,7 @@ class Plan:
         """`x` and `weight` stand for others like them, and need not have data."""
         self.settings, self.device = settings, device
         self.dtype = settings.dtype or weight.dtype
+        self.operation = _operation(x, weight, settings.operation, self.dtype)
         self.weight = weight
         self.count = settings.samples * math.prod(x.shape[2:])
         layout = axes(x, settings.samples)
@@ -783,11 +831,11 @@ class Plan:
         self.transform = _transforming(weight, device, settings, parts, self.count, momentum)
         self.memory_format = CHANNELS_LAST[x.dim()] if channels_last(x) else torch.contiguous_format
         self.chunks = _chunks(weight.shape[0], settings.groups)[0]
-        self.terms_size, self.chunks_size = _TERMS * weight.shape[0], self.chunks * layout.channels
+        self.chunks_size = self.chunks * layout.channels + _TERMS * weight.shape[0]
         self._launches: dict[Any, Any] = {}
 
     def add(self, y: Tensor, values: Tensor, parts: int, samples: int) -> None:
-        """Add the sum over the rows of values [parts, channels] to the first samples of y."""
+        """Add the sum over the rows of values [parts, channels], or what it begins with, to the first samples of y."""
         key = (y.shape, y.stride(), values.dtype, parts, samples)
         if key not in self._launches:
             layout = axes(y, samples)
@@ -796,7 +844,8 @@ class Plan:
         if launch is not None:
             launch(y, values)
         else:
-            y[:samples].add_(values.view(parts, -1).sum(0).view((-1,) + (1,) * (y.dim() - 2)))
+            sums = values[: parts * y.shape[1]].view(parts, -1).sum(0)
+            y[:samples].add_(sums.view((-1,) + (1,) * (y.dim() - 2)))
 
     def sums(self, grad: Tensor) -> tuple[Tensor, int]:
         """Partial sums of the gradient of the outputs, [parts, outputs], and how many parts."""
@@ -811,14 +860,23 @@ class Plan:
         launch(grad, sums, None)
         return sums, parts
 
-    def differentiate(self, grad: Tensor, parts: int, *others: bool) -> Launch:
-        """The launch of `_weight_gradient` for a gradient like this one; `others` say which tensors are given."""
-        key = (grad.stride(), grad.dtype, parts, others)
+    def differentiate(self, grad: Tensor, parts: int, for_bias: bool) -> Launch:
+        """The launch of `_weight_gradient` for a gradient like this one, with the sums for the bias or without."""
+        key = (grad.stride(), grad.dtype, parts, for_bias)
         launch = self._launches.get(key)
         if launch is None:
             launch = _differentiating(self.weight, grad, self.device, self.settings, parts, self.count)
             self._launches[key] = launch
         return launch
+
+
+def _operation(
+    x: Tensor, weight: Tensor, operation: Convolution | Linear, dtype: torch.dtype
+) -> Convolution | Linear | Pointwise:
+    """The operation as it is best run."""
+    if isinstance(operation, Linear) or dtype not in PRODUCTS or not channels_last(x):
+        return operation
+    return Pointwise() if operation.is_pointwise(weight.shape[2:]) else operation
 
 
 @lru_cache(maxsize=1024)
@@ -848,9 +906,13 @@ def plan_for(
     tracking: Tracking | None = None,
 ) -> Plan | None:
     """The plan of a layer for tensors like these, found or made; None if the kernels do not take them."""
+    running, momentum = (None, None) if tracking is None else (tracking.running_mean, tracking.momentum)
+    for per_channel in (gain, bias, running):
+        if per_channel is not None and not per_channel.is_contiguous():
+            return None
     return _plan(
         settings,
-        None if tracking is None else tracking.momentum,
+        momentum,
         x.device,
         x.shape,
         x.stride(),
@@ -860,7 +922,7 @@ def plan_for(
         x.dtype,
         None if gain is None else gain.dtype,
         None if bias is None else bias.dtype,
-        None if tracking is None else tracking.running_mean.dtype,
+        None if running is None else running.dtype,
     )
 
 
@@ -921,17 +983,20 @@ class _Layer(torch.autograd.Function):
         tracking: Tracking | None,
     ) -> Tensor:
         running, batches = (None, None) if tracking is None else tracking[:2]
+        operation = plan.operation
+        offset = None  # what the operation adds itself
+        if bias is not None and not isinstance(operation, Convolution):
+            offset = bias if bias.dtype == plan.dtype else torch.empty_like(bias, dtype=plan.dtype)
         partial = torch.empty(plan.partial_size, dtype=torch.float32, device=plan.device)
-        state = torch.empty(plan.state_size, dtype=torch.float32, device=plan.device)
+        state = partial.new_empty(plan.state_size)
         w = torch.empty_like(weight, dtype=plan.dtype)
         plan.sum(x, partial, batches)
-        plan.transform(weight, partial, gain, running, batches, w, state)
+        plan.transform(weight, partial, gain, bias, running, batches, w, None if offset is bias else offset, state)
         ctx.save_for_backward(x, weight, gain, w, state)
         ctx.plan = plan
         ctx.bias_dtype = None if bias is None else bias.dtype
-        operation = plan.settings.operation
-        if bias is not None and type(operation) is Linear:  # a matrix product adds it on its way
-            return F.linear(x, w, bias.to(plan.dtype))
+        if not isinstance(operation, Convolution):
+            return operation(x, w, offset)
         y = operation(x, w)
         if bias is not None:  # y belongs to nobody yet
             plan.add(y, bias, 1, y.shape[0])
@@ -952,17 +1017,16 @@ class _Layer(torch.autograd.Function):
         sums, parts, grad_bias = None, 1, None
         if for_bias:
             sums, parts = plan.sums(grad)
-            grad_bias = torch.empty(weight.shape[0], dtype=ctx.bias_dtype, device=plan.device)
-        grad_x, grad_w = plan.settings.operation.backward(grad, x, w, (for_x, True))
+            grad_bias = state.new_empty(weight.shape[0], dtype=ctx.bias_dtype)
+        grad_x, grad_w = plan.operation.backward(grad, x, w, (for_x, True))
         if not (grad_w.is_contiguous() or channels_last(grad_w)):
             grad_w = grad_w.contiguous()
         grad_weight = torch.empty_like(weight)
         grad_gain = None if gain is None else torch.empty_like(gain)
-        terms = torch.empty(plan.terms_size, dtype=torch.float32, device=plan.device)
-        partial = torch.empty(plan.chunks_size, dtype=torch.float32, device=plan.device) if for_x else None
-        launch = plan.differentiate(grad_w, parts, for_bias, for_x)
-        launch(weight, grad_w, state, gain, sums, grad_weight, grad_gain, grad_bias, terms, partial)
-        if partial is not None:
+        partial = state.new_empty(plan.chunks_size)
+        launch = plan.differentiate(grad_w, parts, for_bias)
+        launch(weight, grad_w, state, gain, sums, grad_weight, grad_gain, grad_bias, partial)
+        if for_x:
             plan.add(grad_x, partial, plan.chunks, plan.settings.samples)
         return grad_x, grad_weight if for_weight else None, grad_gain if for_gain else None, grad_bias, None, None
 

@@ -197,7 +197,7 @@ def batches(
         order = torch.arange(n)
     else:
         entropy = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0]
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(int(entropy >> 1)))
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(int(entropy) >> 1))
         order = order[: n - n % (batch * world)]
         if not len(order):
             raise UserError(f"{n:,} training images do not fill one batch of {batch * world:,}: choose a smaller batch")
