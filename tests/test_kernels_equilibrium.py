@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -636,6 +636,12 @@ def test_triton_is_imported_when_it_is_needed_and_not_before() -> None:
 def test_without_triton_there_are_no_kernels(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     assert dispatch.module.__wrapped__("equilibrium") is None
+
+
+def test_devices_are_changed_only_if_need_be(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    kinds = [type(dispatch.on_device(torch.device(name))) for name in ("cpu", "cuda:1", "cuda:0")]
+    assert kinds == [nullcontext, nullcontext, torch.cuda.device]
 
 
 def test_ordinary_tensors_on_cuda_only() -> None:

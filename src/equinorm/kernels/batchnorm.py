@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import on_device
+
 __all__ = ["batch_norm", "fits"]
 
 SHARES = 128
@@ -52,7 +54,7 @@ def batch_norm(
     """relu(BatchNorm(x) + plus) in training mode; updates the running statistics and counts the batch, where given."""
     if plus is not None:
         plus = plus.contiguous(memory_format=torch.channels_last)
-    with torch.cuda.device_of(x):
+    with on_device(x.device):
         out: Tensor = _BatchNorm.apply(x, weight, bias, plus, running_mean, running_var, batches, momentum, eps, relu)
     return out
 

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import on_device
+
 __all__ = ["conv3x3", "fits"]
 
 
@@ -62,7 +64,7 @@ def conv3x3(
     """
     if plus is not None:
         plus = plus.contiguous(memory_format=torch.channels_last)
-    with torch.cuda.device_of(x):
+    with on_device(x.device):
         out: Tensor = _Conv3x3.apply(x, weight, plus, relu, log_scale)
     return out
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -25,11 +25,11 @@ __all__ = [
     "Written",
     "channels_last",
     "dense",
-    "elsewhere",
     "is_capturing",
     "kernels",
     "launchable",
     "module",
+    "on_device",
     "plain_only",
 ]
 
@@ -226,9 +226,11 @@ class Written:
             self._kept.append(self.values)
 
 
-def elsewhere(device: torch.device) -> bool:
-    """Whether a kernel for this device has to be launched in `torch.cuda.device(device)`, which takes a while."""
-    return device.type == "cuda" and torch._C._cuda_getDevice() != device.index
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on this device in here. Changing devices takes a while, and is done only if need be."""
+    if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
+        return torch.cuda.device(device)
+    return nullcontext()
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ device and nothing is allocated after the first step, so a step can be captured 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Launch, Written, is_capturing
+from .dispatch import Launch, Written, is_capturing, on_device
 from .enorm_plan import Anatomy, Block, Followers, InexpressibleError, Slot, is_dense, make_plan, stretch
 
 if TYPE_CHECKING:
@@ -680,7 +680,7 @@ class FusedCycle(Followers):
         """Launch a series of kernels; they are made once, for tensors and numbers stay the same from step to step."""
         if series not in self._series:
             self._series[series] = [*make()]
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with on_device(self.device):
             for launch in self._series[series]:
                 launch()
 

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..equilibrium import EPS, TINY, equilibrate, output_size, spatial_ratio, stats_samples
-from .dispatch import CHANNELS_LAST, DTYPES, Launch, channels_last, elsewhere
+from .dispatch import CHANNELS_LAST, DTYPES, Launch, channels_last, on_device
 
 __all__ = [
     "Convolution",
@@ -935,10 +935,8 @@ def run(
     tracking: Tracking | None = None,
 ) -> Tensor:
     """The layer on the tensors that `plan` was made for, x in the precision of the operation."""
-    if elsewhere(x.device):
-        with torch.cuda.device(x.device):
-            return _Layer.apply(x, weight, gain, bias, plan, tracking)
-    return _Layer.apply(x, weight, gain, bias, plan, tracking)
+    with on_device(x.device):
+        return _Layer.apply(x, weight, gain, bias, plan, tracking)
 
 
 def equinorm_layer(

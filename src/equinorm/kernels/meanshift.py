@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Launch, Written, channels_last, elsewhere, is_capturing
+from .dispatch import Launch, Written, channels_last, is_capturing, on_device
 
 __all__ = ["GradientAdapter", "Kernel", "scaled_kernel"]
 
@@ -31,10 +30,6 @@ BLOCK = 1024
 TILE = 2048
 CHUNK = 4096
 """Elements of a gradient that one program scales."""
-
-
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 # -- the parametrization -------------------------------------------------------------------------------------
@@ -65,10 +60,8 @@ def _scale_backward(grad, V, g, grad_V, grad_g, size, BLOCK: tl.constexpr):
 
 def scaled_kernel(V: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     """e^g · V per filter, computed in float32 and rounded once to `dtype`; `V` is `dense`. Differentiable twice."""
-    if elsewhere(V.device):
-        with torch.cuda.device(V.device):
-            return _ScaledKernel.apply(V, g, dtype)
-    return _ScaledKernel.apply(V, g, dtype)
+    with on_device(V.device):
+        return _ScaledKernel.apply(V, g, dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -314,7 +307,7 @@ class GradientAdapter:
 
     def adapt_(self, z: float, luma: float, grad_scale: Tensor | None) -> None:
         """∇V ← ∇V - z · window means + 2λ(‖V‖ - 1) V/‖V‖, the last times the scale of the gradients."""
-        with _on(self.device):
+        with on_device(self.device):
             for launch in self.adapting:
                 gradients = [_gradient(V) for V in launch.V]
                 block_t = triton.next_power_of_2(launch.window)
@@ -351,21 +344,21 @@ class GradientAdapter:
 
         `rates` are the learning rates by parameter group, `limited` counts in float32 how often it was needed.
         """
-        with _on(self.device):
+        with on_device(self.device):
             for launch in self.adapting:
                 rate = rates[launch.group]
-                on_device = isinstance(rate, Tensor) and rate.device == self.device
+                is_there = isinstance(rate, Tensor) and rate.device == self.device
                 _limit[(1,)](
                     self.squares,
                     self.state,
                     limited,
-                    rate if on_device else float(rate),
+                    rate if is_there else float(rate),
                     grad_scale,
                     self.filters,
                     launch.begin,
                     launch.begin + launch.programs,
                     max_step,
-                    LR_IS_TENSOR=on_device,
+                    LR_IS_TENSOR=is_there,
                     FIRST=launch is self.adapting[0],
                     LAST=launch is self.adapting[-1],
                     BLOCK=BLOCK,

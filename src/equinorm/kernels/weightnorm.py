@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..weightnorm import normalized_filters
-from .dispatch import Launch, elsewhere
+from .dispatch import Launch, on_device
 
 __all__ = ["Form", "normalized"]
 
@@ -114,10 +114,8 @@ def _launch(kernel: Any, form: Form, shape: tuple[int, ...], device: torch.devic
 
 def normalized(v: Tensor, g: Tensor | None, form: Form, dtype: torch.dtype) -> Tensor:
     """The filters of w, computed in float32 and rounded once to `dtype`; `v` is `dense`. Differentiable twice."""
-    if elsewhere(v.device):
-        with torch.cuda.device(v.device):
-            return _Normalized.apply(v, g, form, dtype)
-    return _Normalized.apply(v, g, form, dtype)
+    with on_device(v.device):
+        return _Normalized.apply(v, g, form, dtype)
 
 
 class _Normalized(torch.autograd.Function):
