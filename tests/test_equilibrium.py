@@ -783,6 +783,25 @@ def test_compiles_under_autocast(dtype: torch.dtype) -> None:
         torch.testing.assert_close(compiled(x), twin(x))
 
 
+def _operations(graph: torch.fx.GraphModule) -> set[str]:
+    return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+
+
+def test_compiled_gradients_are_in_closed_form_and_exported_programs_have_none() -> None:
+    seen: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        seen.update(_operations(graph))
+        return graph
+
+    layer, x = EquiNormConv2d(3, 4, 3), torch.rand(2, 3, 5, 5)
+    torch.compile(layer, fullgraph=True, backend=backend)(x)
+    assert "autograd_function_apply" in seen
+    for strict in (False, True):
+        exported = torch.export.export(layer, (x,), strict=strict)
+        assert "autograd_function_apply" not in _operations(exported.graph_module)
+
+
 def test_compiles_once_for_all_sizes() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm as _TorchWeightNorm
 
-from .kernels.dispatch import DTYPES, dense, kernels
+from .kernels.dispatch import dense, kernels
 
 __all__ = [
     "CentredWeightNorm",
@@ -116,15 +116,13 @@ def normalized_filters(
     length = filter_norm(c, dim)
     if eps is not None:
         length = length / math.sqrt(v.numel() / v.shape[dim]) + eps
-    if g is None:
-        return scale * c / length if scale != 1.0 else c / length
-    return (scale * g if scale != 1.0 else g) / length * c
+    return (scale if g is None else scale * g) / length * c
 
 
 def _filters(v: Tensor, g: Tensor | None, dim: int, **form: Any) -> Tensor:
     """`normalized_filters`, on CUDA in one kernel each way."""
     found = kernels("weightnorm", v, g) if dim == 0 else None
-    if found is None or not dense(v) or (g is not None and (g.dtype not in DTYPES or not g.is_contiguous())):
+    if found is None or not all(dense(tensor) for tensor in (v, g) if tensor is not None):
         return normalized_filters(v, g, dim, **form)
     w: Tensor = found.normalized(v, g, found.Form(**form), dtype_in_use(v))
     return w

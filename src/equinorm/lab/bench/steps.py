@@ -337,9 +337,14 @@ def _replay(graph: torch.cuda.CUDAGraph, body: Callable[[], object]) -> None:
     graph.replay()
 
 
-def _make_workspaces(device: torch.device) -> None:
-    """Let torch allocate what matrix products share, or it would count as memory of the first variant."""
+def _prepare(device: torch.device) -> None:
+    """Give back what another network had, and let torch allocate what matrix products share.
+
+    Else the one would be missing, and the other count as memory of the first variant.
+    """
+    gc.collect()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         x, bias = torch.zeros(64, 64, device=device, dtype=torch.bfloat16), torch.zeros(64, device=device)
         F.linear(x, x, bias.bfloat16())
         F.linear(x.float(), x.float(), bias)
@@ -380,7 +385,7 @@ def measure(
     steppers: dict[str, Stepper] = {}
     failed: dict[str, str] = {}
     mode = "compiled" if compiled else "eager"
-    _make_workspaces(device)
+    _prepare(device)
     for variant in network.variants:
         if only and variant.name not in only:
             continue
@@ -406,10 +411,6 @@ def measure(
     rows = list(_rows(network.name, mode, times, peaks, alone, whole))
     rows += [Row(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
              for name, why in failed.items()]  # fmt: skip
-    steppers.clear()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return rows
 
 
