@@ -27,6 +27,12 @@ def test_every_recipe_runs_and_nothing_is_run_twice(folder: Path, capsys: pytest
     assert f"0 runs trained; {len(wanted)} were in the store." in capsys.readouterr().out
 
 
+def test_a_report_on_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--results", str(tmp_path / "results")]) != 0
+    assert "there is no folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_report_has_every_artifact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--toy", "--results", str(folder)]) == 0
     assert (

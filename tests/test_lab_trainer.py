@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from equinorm.lab import UserError
 from equinorm.lab.data import prepare
 from equinorm.lab.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.schedules import Linear, Step, SuperConvergence
@@ -263,6 +264,13 @@ def test_ctrl_c_saves_what_is_in_progress(tmp_path: Path, number: int) -> None:
     outcome = train_all(GRID, store)
     assert outcome.known == done
     assert len(outcome.trained) == len(GRID) - done
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"there is no device '{name}'"):
+        train_all([BASE], Store(tmp_path / "store"), device=name)
+    assert not (tmp_path / "store").exists()
 
 
 def test_records_say_where_they_come_from(tmp_path: Path) -> None:

@@ -389,6 +389,8 @@ class Report:
         except ImportError as error:
             raise _user_error(f"the report needs {error.name}: pip install 'equinorm[lab]'") from error
         store = Store(_results(self.results, self.toy))
+        if not store.folder.is_dir():
+            raise _user_error(f"there is no folder {store.folder}: name the one with your runs with --results")
         if self.artifact is not None:
             from rich.console import Console
             from rich.markdown import Markdown

@@ -32,7 +32,7 @@ from .recipes import ruff2020, stock2019
 from .recipes.common import Chosen, choose, chosen_text, committed
 from .runs import Run
 from .store import Record, Store
-from .trainer import Outcome, load_checkpoint, train_all
+from .trainer import Outcome, chosen_device, load_checkpoint, train_all
 
 __all__ = [
     "CHOSEN",
@@ -375,7 +375,7 @@ def work(
     disk is lost, where that is later; only what fits into them is begun. `train` does the work, as `train_all` does.
     """
     start = time.monotonic()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = chosen_device(device)
     hardware = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
     width = side_by_side or (8 if where.type == "cuda" else 1)
     done = Sitting()

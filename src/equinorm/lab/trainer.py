@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 
+from . import UserError
 from . import data as datasets
 from .data.folder import find_folder
 from .files import replacing
@@ -35,7 +36,7 @@ from .runs import Run
 from .store import Claim, Record, Store
 from .training import Inputs, Streamed, Training
 
-__all__ = ["Outcome", "about", "train", "train_all"]
+__all__ = ["Outcome", "about", "chosen_device", "train", "train_all"]
 
 AHEAD = 2  # epochs a run may be ahead of what the host has seen of it
 AGREE = 10  # steps after which processes that train together look whether to stop
@@ -88,7 +89,7 @@ def train_all(
         watch: called with the jobs in progress whenever one of them has finished an epoch.
         on_record: called with each finished run.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = chosen_device(device)
     width = side_by_side or (8 if device.type == "cuda" else 1)
     grid = _Grid(store, device, width, data_dir, checkpoint_seconds, time.monotonic() + 60 * minutes, watch, on_record)
     wanted = list({run.key: run for run in runs}.values())
@@ -105,6 +106,19 @@ def train_all(
         grid.outcome.interrupted = interrupted()
     grid.outcome.unfinished += waiting
     return grid.outcome
+
+
+def chosen_device(name: torch.device | str | None) -> torch.device:
+    """The device of this name; of none, a GPU if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UserError(f"there is no device {name!r}: say cpu, or cuda, or cuda:1 for the second GPU") from error
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        seen = f"torch {torch.__version__} sees {gpus or 'no'} GPU{'s' * (gpus != 1)} here"
+        raise UserError(f"there is no device {str(device)!r}: {seen}. Without a device named it takes what there is")
+    return device
 
 
 # -- runs in progress --------------------------------------------------------------------------------------------------

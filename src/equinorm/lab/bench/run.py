@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import UserError, throughput
+from ..trainer import chosen_device
 from . import balance, scaling, steps
 from .output import facts, save, show
 
@@ -32,10 +33,11 @@ def run(
     minutes: float = float("inf"),
 ) -> list[Path]:
     """Measure, print and save; the files written. Parts that do not fit into the time are left out, with a word."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = chosen_device(device)
     networks = steps.networks(where, quick)
     _check("part", parts, PARTS)
-    _check("network or run", only, [*networks, "scaling", *balance.NETWORKS, *throughput.CASES])
+    names = {"steps": networks, "scaling": ["scaling"], "balance": balance.NETWORKS, "lab": throughput.CASES}
+    _check("network or run", only, dict.fromkeys(name for part in parts or PARTS for name in names[part]))
     _check("variant", variants, dict.fromkeys(v.name for network in networks.values() for v in network.variants))
     bench = _Bench(where, out, only, variants, mode, quick, repeats, time.monotonic() + 60 * minutes)
     for name in parts or PARTS:
