@@ -26,7 +26,6 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import equinorm.nn
-from equinorm import equilibrium
 from equinorm.equilibrium import (
     balanced_signs,
     equilibrate,
@@ -348,57 +347,6 @@ def test_gradcheck(case: Case, two_pass: bool) -> None:
 
     assert gradcheck(forward, (x, *parameters.values()))
     assert gradgradcheck(forward, (x, *parameters.values()))
-
-
-SPECIAL = ["random", "one sign", "equal weights", "zeros", "inputs cancel", "no inputs", "one dead input"]
-
-
-@given(
-    st.sampled_from(SPECIAL),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(2, 4),
-    st.integers(1, 4),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 2**31),
-)
-def test_gradients_in_closed_form(
-    special: str, groups: int, outputs: int, inputs: int, window: int, two_pass: bool, affine: bool, seed: int
-) -> None:
-    """What torch.compile gets, against autograd; twice."""
-    torch.manual_seed(seed)
-    weight = torch.randn(groups * outputs, inputs, window, dtype=torch.float64)
-    means = torch.randn(groups * inputs, dtype=torch.float64) + 0.5
-    if special == "one sign":
-        weight[0] = weight[0].abs()
-    elif special == "equal weights":
-        weight[0] = 0.5
-    elif special == "zeros":
-        weight[0] = 0.0
-    elif special == "inputs cancel":
-        means[:inputs] = torch.tensor([1.0, -1.0] + [0.0] * (inputs - 2))
-    elif special == "no inputs":
-        means[:inputs] = 0.0
-    elif special == "one dead input":
-        means[0] = 0.0
-    gain = torch.randn(groups * outputs, dtype=torch.float64) if affine else None
-    results = []
-    for closed in (False, True):
-        leaves = [t.clone().requires_grad_() for t in (weight, means, gain) if t is not None]
-        w, v, *g = leaves
-        if closed:
-            out = equilibrium._Equilibrate.apply(w, v, *(g or [None]), 0.7, groups, two_pass, equilibrium.EPS)
-        else:
-            out = equilibrate(w, v, 0.7, gain=g[0] if g else None, groups=groups, two_pass=two_pass)
-        torch.manual_seed(seed)
-        directions = [torch.randn_like(t) for t in (out, *leaves)]
-        first = torch.autograd.grad(out, leaves, directions[0], create_graph=True)
-        along = sum((a * b).sum() for a, b in zip(first, directions[1:], strict=True))
-        second = torch.autograd.grad(along, leaves, allow_unused=True, materialize_grads=True)
-        results.append([out, *first, *second])
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected, 1e-9)
 
 
 def test_pure_functions_do_the_same_as_the_layer() -> None:
@@ -781,25 +729,6 @@ def test_compiles_under_autocast(dtype: torch.dtype) -> None:
     x = torch.rand(2, 3, 5, 5)
     with torch.autocast("cpu", dtype):
         torch.testing.assert_close(compiled(x), twin(x))
-
-
-def _operations(graph: torch.fx.GraphModule) -> set[str]:
-    return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
-
-
-def test_compiled_gradients_are_in_closed_form_and_exported_programs_have_none() -> None:
-    seen: set[str] = set()
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-        seen.update(_operations(graph))
-        return graph
-
-    layer, x = EquiNormConv2d(3, 4, 3), torch.rand(2, 3, 5, 5)
-    torch.compile(layer, fullgraph=True, backend=backend)(x)
-    assert "autograd_function_apply" in seen
-    for strict in (False, True):
-        exported = torch.export.export(layer, (x,), strict=strict)
-        assert "autograd_function_apply" not in _operations(exported.graph_module)
 
 
 def test_compiles_once_for_all_sizes() -> None:

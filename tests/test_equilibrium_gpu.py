@@ -337,6 +337,18 @@ def test_compiled_training_equals_eager(training: Any) -> None:
         torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-4)
 
 
+def test_compiled_layers_call_the_kernels() -> None:
+    called: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    layer = EquiNormConv2d(4, 6, 3).cuda()
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.rand(2, 4, 5, 5, device="cuda"))
+    assert "equinorm.equilibrated" in called
+
+
 def peak(model: nn.Module, x: Tensor) -> int:
     """Bytes that a forward and backward pass need at most, after one to warm up."""
     used = 0

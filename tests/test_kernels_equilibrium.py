@@ -8,18 +8,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._subclasses import FakeTensor
 
 import equinorm.equilibrium
 import test_equilibrium_gpu as gpu_tests
 from equinorm.equilibrium import equilibrate
-from equinorm.kernels import dispatch
+from equinorm.kernels import dispatch, operators
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
 from triton_interpreter import interpreted
 
@@ -651,3 +654,129 @@ def test_ordinary_tensors_on_cuda_only() -> None:
     with dispatch.plain_only(), dispatch.plain_only():
         assert not dispatch._allowed
     assert dispatch._allowed
+
+
+# -- for torch.compile -----------------------------------------------------------------------------------------
+
+
+class Wrapped(NamedTuple):
+    """A kernel that can be interpreted, and does nothing to tensors without data."""
+
+    kernel: Any
+
+    def launch(self, grid: tuple[int, ...], *tensors: Any, **numbers: Any) -> None:
+        if not isinstance(tensors[0], FakeTensor):
+            self.kernel[grid](*tensors, **numbers)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self.launch, grid)
+
+
+@pytest.fixture
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled here finds the interpreted kernels, as it finds the others on CUDA."""
+    for name in ("_transform", "_transforming", "_weight_gradient", "_differentiating", "_gradients", "Settings"):
+        monkeypatch.setattr(operators, name, getattr(small, name))
+    monkeypatch.setattr(operators, "wrap_triton", Wrapped)
+    monkeypatch.setattr(equinorm.equilibrium, "compilable", lambda *_: torch.compiler.is_compiling())
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.parametrize(("autocast", "dynamic"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: EquiNormConv2d(6, 8, 3, stride=2, padding=1, groups=2), (3, 6, 8, 7)),
+        (lambda: EquiNormConv2d(6, 8, 3, padding=1, two_pass=True).to(memory_format=torch.channels_last), (3, 6, 5, 5)),
+        (lambda: EquiNormConv1d(4, 6, 3, affine=False, stats_fraction=0.5), (4, 4, 9)),
+        (lambda: EquiNormConvTranspose2d(4, 6, 3, stride=2, groups=2), (4, 4, 5, 5)),
+        (lambda: EquiNormLinear(5, 7), (6, 5)),
+        (lambda: EquiNormLinear(5, 7, bias=False), (6, 5)),
+    ],
+)
+def test_compiled_layers_call_the_kernels(build: Any, shape: tuple[int, ...], autocast: bool, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    layer = build()
+    twin = copy.deepcopy(layer).double()
+    called: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes if "equinorm" in str(node.target))
+        return graph
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
+    for size in (shape, (shape[0] + 2, *shape[1:])):
+        x = torch.rand(size, requires_grad=True)
+        exact = x.detach().double().requires_grad_()
+        layer.zero_grad()
+        twin.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = compiled(x)
+        expected = twin(exact)
+        direction = torch.randn_like(expected)  # not the outputs: they add up to nothing
+        (y * direction).sum().backward()
+        (expected * direction).sum().backward()
+        tolerance = 3e-2 if autocast else 2e-5
+        assert_close(x.grad, exact.grad, tolerance)
+        for name, p in twin.named_parameters():
+            assert_close(layer.get_parameter(name).grad, p.grad, tolerance)
+        for name, buffer in twin.named_buffers():
+            assert_close(layer.get_buffer(name).float(), buffer)
+    assert called[:1] == ["equinorm.equilibrated"]
+
+
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_code_launches_the_kernels_itself(gain: bool, bias: bool) -> None:
+    """AOTAutograd takes the operations apart, down to the kernels: nothing of ours is called between them."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        results = [None if node is None else node.meta["val"] for node in graph.graph.output_node().args[0]]
+
+        def zeros(*_: Any) -> list[Tensor | None]:
+            return [None if value is None else torch.zeros(value.shape, dtype=value.dtype) for value in results]
+
+        return make_boxed_func(zeros)
+
+    def transformed(weight: Tensor, means: Tensor, gain: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+        return list(operators.equilibrated(weight, means, gain, bias, 1, False, 1e-5, torch.bfloat16)[:2])
+
+    leaves = [torch.rand(4, 3, 3, 3), torch.rand(3), torch.rand(4) if gain else None, torch.rand(4) if bias else None]
+    for leaf in leaves:
+        if leaf is not None:
+            leaf.requires_grad_()
+    weight, offset = aot_function(transformed, compiler)(*leaves)
+    (weight.float().sum() + offset.float().sum()).backward()
+    assert len(graphs) == 2
+    for graph in graphs:
+        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        assert called.count("triton_kernel_wrapper_functional") == 1
+        assert not any("equinorm" in name for name in called)
+    assert all(leaf is None or leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+def test_what_is_exported_or_transformed_is_made_of_torchs_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_on_cuda", lambda tensor: True)
+    layer, x = EquiNormConv2d(3, 4, 3, padding=1, track_running_stats=False), torch.rand(2, 3, 5, 5)
+
+    def calls_ours(function: Any) -> bool:
+        seen: list[str] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            seen.append(str(graph.graph))
+            return lambda *_: (torch.zeros(2, 4, 5, 5),)
+
+        torch._dynamo.reset()
+        torch.compile(function, fullgraph=True, backend=backend)(x)
+        assert len(seen) == 1
+        return "equinorm.equilibrated" in seen[0]
+
+    assert calls_ours(layer)
+    assert not calls_ours(torch.vmap(lambda image: layer(image)))
+    with dispatch.plain_only():
+        assert not calls_ours(layer)
+    for strict in (False, True):
+        assert "equinorm" not in str(torch.export.export(layer, (x,), strict=strict).graph)

@@ -15,8 +15,8 @@ The paper has sums where we have means, and r = batch · H_out · W_out · strid
 by the number of input elements leaves ρ = Π stride · size_out / size_in, which does not depend on the batch:
 a part of it can supply the statistics, and a batch of any size can be evaluated with them.
 
-Here is the method in plain torch operations, which `torch.compile` fuses, with gradients in closed form. Run eagerly
-on CUDA, layers hand over to `kernels/equilibrium.py`.
+Here is the method in plain torch operations. On CUDA layers hand over to `kernels/equilibrium.py`, and under
+`torch.compile`, which fuses the rest itself, what concerns the weights to `kernels/operators.py`.
 
 >>> layer = equinorm.nn.EquiNormConv2d(64, 128, 3, padding=1)     # for nn.Conv2d and its nn.BatchNorm2d
 """
@@ -27,14 +27,14 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels.dispatch import kernels
+from .kernels.dispatch import compilable, dense, kernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -162,65 +162,34 @@ def shift_and_scale(
 
     Values and gradients stay finite, and gradients are those of what was computed.
     """
-    terms = _terms(weight, means, rho, groups, two_pass, eps)
-    return terms.b.flatten(), terms.s.flatten()
-
-
-class _Terms(NamedTuple):
-    """What `shift_and_scale` works with, of shape (groups, out / groups, in / groups, window) or 1 along some axes."""
-
-    w: Tensor
-    v: Tensor
-    """The mean inputs as they are used,"""
-    means: Tensor
-    """and as they are."""
-    level: Tensor
-    usable: Tensor
-    """Whether v are the means, not their level,"""
-    alive: Tensor
-    """and if not, whether there is one."""
-    positive: Tensor
-    per: Tensor
-    """The denominator of b."""
-    b: Tensor
-    s: Tensor
-    slope: Tensor
-    """How fast the contribution of the positive weights grows with b."""
-    contributes: Tensor
-    """Whether s is over that contribution,"""
-    has_norm: Tensor
-    """and if not, whether it is over the kernel's norm."""
-
-
-def _terms(weight: Tensor, means: Tensor, rho: float, groups: int, two_pass: bool, eps: float) -> _Terms:
     outputs, inputs = weight.shape[0], weight.shape[1]
     dtype = torch.promote_types(weight.dtype, torch.float32)
     w = weight.to(dtype).reshape(groups, outputs // groups, inputs, -1)
-    means = means.to(dtype).reshape(groups, 1, inputs, 1)
+    v = _usable_means(means.to(dtype).reshape(groups, 1, inputs), eps)[..., None]
     # products and sums instead of matrix products, which autocast would round; all over the same axes, so that
     # torch.compile takes them in one pass
     kernel = (-2, -1)
-    l1 = means.abs().sum(kernel, keepdim=True)
-    level = l1 / inputs
-    alive = level > TINY
-    usable = means.sum(kernel, keepdim=True).abs() > eps * l1 + TINY
-    v = torch.where(usable, means, torch.where(alive, level, torch.ones_like(level)))
-
-    per = w.shape[-1] * v.sum(kernel, keepdim=True)
-    b = -(v * w).sum(kernel, keepdim=True) / per
-    positive = (w + b if two_pass else w) > 0
-    slope = (v * positive).sum(kernel, keepdim=True)
+    b = -(v * w).sum(kernel) / (w.shape[-1] * v.sum(kernel))
     if two_pass:
-        contribution = (v * (w + b) * positive).sum(kernel, keepdim=True)
+        contribution = (v * F.relu(w + b[..., None, None])).sum(kernel)
     else:
-        contribution = (v * positive * w).sum(kernel, keepdim=True) + b * slope
+        positive = v * (w > 0)
+        contribution = (positive * w).sum(kernel) + b * positive.sum(kernel)
 
-    inputs_l1 = v.abs().sum(kernel, keepdim=True)
-    kernel_l1 = (v.abs() * w.abs()).sum(kernel, keepdim=True)
-    contributes = contribution.abs() > eps * kernel_l1 + TINY * inputs_l1
-    has_norm = kernel_l1 > TINY * inputs_l1
-    s = rho / torch.where(contributes, contribution, torch.where(has_norm, kernel_l1, inputs_l1))
-    return _Terms(w, v, means, level, usable, alive, positive, per, b, s, slope, contributes, has_norm)
+    inputs_l1 = v.abs().sum(kernel)
+    kernel_l1 = (v.abs() * w.abs()).sum(kernel)
+    instead = torch.where(kernel_l1 > TINY * inputs_l1, kernel_l1, inputs_l1)
+    usable = contribution.abs() > eps * kernel_l1 + TINY * inputs_l1
+    s = rho / torch.where(usable, contribution, instead)
+    return b.flatten(), s.flatten()
+
+
+def _usable_means(v: Tensor, eps: float) -> Tensor:
+    """`v` of shape (groups, 1, in / groups), with equal channels in those groups whose sum counts as zero."""
+    l1 = v.abs().sum(-1, keepdim=True)
+    level = l1 / v.shape[-1]
+    level = torch.where(level > TINY, level, torch.ones_like(level))
+    return torch.where(v.sum(-1, keepdim=True).abs() > eps * l1 + TINY, v, level)
 
 
 def equilibrate(
@@ -237,57 +206,6 @@ def equilibrate(
         s = s * gain
     per_output = (-1,) + (1,) * (weight.dim() - 1)
     return s.view(per_output) * (weight + b.view(per_output))
-
-
-class _Equilibrate(torch.autograd.Function):
-    """`equilibrate` with its gradients in closed form: fewer sums than autograd makes, so fewer compiled kernels."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        means: Tensor,
-        gain: Tensor | None,
-        rho: float,
-        groups: int,
-        two_pass: bool,
-        eps: float,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, means, gain)
-        ctx.options = (rho, groups, two_pass, eps)
-        return equilibrate(weight, means, rho, gain=gain, groups=groups, two_pass=two_pass, eps=eps)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Differentiable itself: everything is made of the weight, the means and the gain."""
-        weight, means, gain = ctx.saved_tensors
-        t = _terms(weight, means, *ctx.options)
-        g = grads[0].reshape(t.w.shape)
-        kernel, inputs, window = (-2, -1), t.w.shape[2], t.w.shape[3]
-        shifted = t.w + t.b
-        along_gain = t.s * (g * shifted).sum(kernel, keepdim=True)
-        factor = torch.ones_like(t.s) if gain is None else gain.to(t.s.dtype).view_as(t.s)
-        scale, heat = t.s * factor, along_gain * factor
-        # along the denominator of s, which is Σ v n (w + b), n = 1 where positive; or Σ v n w, n = the signs of both;
-        # or Σ |v|. And along b, over its own denominator
-        denominator = -heat * t.s / ctx.options[0]
-        pull = scale * g.sum(kernel, keepdim=True) + torch.where(t.contributes, denominator * t.slope, 0.0)
-        pull = pull / t.per
-        n = torch.where(t.has_norm, t.v.sgn() * t.w.sgn(), 0.0)
-        n = torch.where(t.contributes, t.positive.to(n.dtype), n)
-        for_weight = scale * g + t.v * (denominator * n - pull)
-
-        for_v = denominator * n * torch.where(t.contributes, shifted, t.w) - pull * shifted
-        for_v = for_v + torch.where(t.contributes | t.has_norm, 0.0, denominator * t.v.sgn() / window)
-        # a level is no part of b, and s goes as one over it
-        for_level = torch.where(t.alive, -heat / (torch.where(t.alive, t.level, 1.0) * inputs * window), 0.0)
-        for_means = torch.where(t.usable, for_v, for_level * t.means.sgn()).sum((1, 3))
-        return (
-            for_weight.view(weight.shape).to(weight.dtype),
-            for_means.flatten().to(means.dtype),
-            None if gain is None else along_gain.flatten().to(gain.dtype),
-            *(None,) * 4,
-        )
 
 
 def swap_channels(weight: Tensor, groups: int = 1) -> Tensor:
@@ -432,23 +350,29 @@ class _EquiNorm(nn.Module):
 
     # -- forward -------------------------------------------------------------------------------------------
 
-    def _normalized(self, x: Tensor, channel_dim: int, rho: float, operation: Callable[[Tensor], Tensor]) -> Tensor:
+    def _normalized(
+        self, x: Tensor, channel_dim: int, rho: float, operation: Callable[[Tensor, Tensor | None], Tensor]
+    ) -> Tensor:
         """`operation` with the weight in equilibrium; then, while training, the running statistics."""
         if not self.training and self.running_mean is not None:
-            return operation(self._rounded(self._effective_weight(self.running_mean, 1.0)))
+            return operation(self._rounded(self._effective_weight(self.running_mean, 1.0)), self.bias)
         # as with SyncBatchNorm, processes wait for each other only while training
         means = input_means(x, self.stats_fraction, channel_dim, self.process_group if self.training else None)
-        output = operation(self._rounded(self._weight_in_training(means, rho)))
+        output = operation(*self._weight_and_bias(means, rho))
         if self.training and self.running_mean is not None and x.numel() > 0:
             self._track(means.detach() / rho)
         return output
 
-    def _weight_in_training(self, means: Tensor, rho: float) -> Tensor:
-        """The same as `_effective_weight`, in the form in which `torch.compile` does best."""
-        if not torch.compiler.is_compiling() or _exporting():
-            return self._effective_weight(means, rho)
-        options = (rho, self._groups(), self.two_pass, self.eps)
-        return self._as_stored(_Equilibrate.apply(self._output_first(), means, self.gain, *options))
+    def _weight_and_bias(self, means: Tensor, rho: float) -> tuple[Tensor, Tensor | None]:
+        """What the operation takes; for `torch.compile` on CUDA, by one kernel each way."""
+        weight, gain, bias = self._output_first(), self.gain, self.bias
+        if not (compilable(weight, gain, bias) and dense(weight)):
+            return self._rounded(self._effective_weight(means, rho)), bias
+        dtype = self._operation_dtype()
+        options = (self._groups(), self.two_pass, self.eps, dtype)
+        rounded = None if bias is None or bias.dtype == dtype else bias
+        weight, offset, _ = torch.ops.equinorm.equilibrated(weight, means / rho, gain, rounded, *options)
+        return self._as_stored(weight), bias if rounded is None else offset
 
     def _effective_weight(self, means: Tensor, rho: float) -> Tensor:
         """gain · s (w + b), stored as `weight` is. With the gain in the weight the affine costs nothing."""
@@ -457,11 +381,14 @@ class _EquiNorm(nn.Module):
 
     def _rounded(self, weight: Tensor) -> Tensor:
         """`weight` in the precision of the parameter; under autocast the operation rounds it further."""
-        if (_autocast_dtype(self.weight.device.type) or self.weight.dtype) == torch.float16:
+        if self._operation_dtype() == torch.float16:
             # faint inputs make large weights, and an infinite weight makes NaN of every zero among the inputs
             largest = torch.finfo(torch.float16).max
             weight = weight.clamp(-largest, largest)
         return weight.to(self.weight.dtype)
+
+    def _operation_dtype(self) -> torch.dtype:
+        return _autocast_dtype(self.weight.device.type) or self.weight.dtype
 
     @torch.no_grad()
     def _track(self, new: Tensor) -> None:
@@ -581,11 +508,6 @@ class _EquiNorm(nn.Module):
         return text
 
 
-def _exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which is always true when torch 2.11 traces it; torch 2.6 does not tell."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
-
-
 def _autocast_dtype(device: str) -> torch.dtype | None:
     """What autocast makes operations on a device work in; None where it is off."""
     # torch knows of no autocast for meta tensors, and torch.compile nothing of is_autocast_available
@@ -635,7 +557,7 @@ class _EquiNormConvNd(_EquiNorm):
         channel_dim = self._channel_dim(input)
         size_in = input.shape[channel_dim + 1 :]
         rho = spatial_ratio(size_in, self._output_size(size_in), self.stride)
-        return self._normalized(input, channel_dim, rho, lambda weight: self._conv_forward(input, weight, self.bias))
+        return self._normalized(input, channel_dim, rho, lambda weight, bias: self._conv_forward(input, weight, bias))
 
     def _channel_dim(self, x: Tensor) -> int:
         axes = len(self.kernel_size)
@@ -738,7 +660,7 @@ class EquiNormConvTranspose2d(_EquiNormConvNd, nn.ConvTranspose2d):
             input,
             channel_dim,
             rho,
-            lambda weight: F.conv_transpose2d(input, weight, self.bias, stride, padding, extra, self.groups, dilation),
+            lambda weight, bias: F.conv_transpose2d(input, weight, bias, stride, padding, extra, self.groups, dilation),
         )
 
     def _output_first(self) -> Tensor:
@@ -768,7 +690,7 @@ class EquiNormLinear(_EquiNorm, nn.Linear):
                 f"{type(self).__name__} takes inputs of {self.in_features} features, (..., features), got "
                 f"{tuple(input.shape)}"
             )
-        return self._normalized(input, input.dim() - 1, 1.0, lambda weight: F.linear(input, weight, self.bias))
+        return self._normalized(input, input.dim() - 1, 1.0, lambda weight, bias: F.linear(input, weight, bias))
 
     def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
         if x.dim() < 2 or not x.is_contiguous():

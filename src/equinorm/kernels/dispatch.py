@@ -1,8 +1,8 @@
 """When the fused kernels take over from their plain twins, and how they are launched at little cost to the host.
 
-They do for ordinary tensors on CUDA, run eagerly. `torch.compile` fuses the plain versions itself, and whatever
-looks at the single operations of a model (an export, a trace, functorch, a dispatch mode) has to see them.
-Without Triton there are no kernels.
+They do for ordinary tensors on CUDA, run eagerly. `torch.compile` fuses the plain versions itself, but for what
+`operators` does better, and whatever looks at the single operations of a model (an export, a trace, functorch, a
+dispatch mode) has to see them. Without Triton there are no kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "Launch",
     "Written",
     "channels_last",
+    "compilable",
     "dense",
     "is_capturing",
     "kernels",
@@ -82,6 +83,34 @@ def dense(tensor: Tensor) -> bool:
 def channels_last(tensor: Tensor) -> bool:
     layout = CHANNELS_LAST.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout)
+
+
+def compilable(*tensors: Tensor | None) -> bool:
+    """Whether `torch.compile` is looking, at tensors on CUDA: then `torch.ops.equinorm` has what is in `operators`.
+
+    Not where it looks in order to export: a program for elsewhere has to be made of torch's own operations.
+    """
+    if not torch.compiler.is_compiling() or _exporting() or not _allowed:
+        return False
+    return all(tensor is None or _on_cuda(tensor) for tensor in tensors) and _operators_apply()
+
+
+def _on_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _operators_apply() -> bool:
+    """Have the operations made, for which it takes Triton. They have no rules for functorch."""
+    return not torch._C._are_functorch_transforms_active() and module("operators") is not None
+
+
+# torch.compile calls it and takes the answer: as `torch.compiler.assume_constant_result`, which imports Triton, has it
+_operators_apply._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which is always true when torch 2.11 traces it; torch 2.6 does not tell."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 @contextmanager

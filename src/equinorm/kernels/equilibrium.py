@@ -638,11 +638,16 @@ def transform_weight(
     weight: Tensor, partial: Tensor, gain: Tensor | None, settings: Settings, count: int = 1
 ) -> tuple[Tensor, Tensor]:
     """(gain · s (w + b) in `settings.dtype`, what `transform_weight_backward` has to know), v = Σ partial / count."""
-    out = torch.empty_like(weight, dtype=settings.dtype or weight.dtype)
-    state = torch.empty(_state_size(weight, settings.groups), dtype=torch.float32, device=weight.device)
+    out, state = _transformed(weight, settings)
     launch = _transforming(weight, weight.device, settings, partial.shape[0], count)
     launch(weight, partial, gain, None, None, None, out, None, state)
     return out, state
+
+
+def _transformed(weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Room for what `_transform` writes: the weight in equilibrium, and the state."""
+    state = torch.empty(_state_size(weight, settings.groups), dtype=torch.float32, device=weight.device)
+    return torch.empty_like(weight, dtype=settings.dtype or weight.dtype), state
 
 
 def _state_size(weight: Tensor, groups: int) -> int:
@@ -653,15 +658,23 @@ def transform_weight_backward(
     grad: Tensor, weight: Tensor, gain: Tensor | None, state: Tensor, settings: Settings, count: int = 1
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients of weight, gain, and v / count as partial sums, from that of the weight in equilibrium."""
+    grad, grad_weight, grad_gain, partial, parts = _gradients(grad, weight, gain, settings)
+    launch = _differentiating(weight, grad, weight.device, settings, 1, count)
+    launch(weight, grad, state, gain, None, grad_weight, grad_gain, None, partial)
+    channels = weight.shape[1] * settings.groups
+    return grad_weight, grad_gain, partial[: parts * channels].view(parts, channels)
+
+
+def _gradients(
+    grad: Tensor, weight: Tensor, gain: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int]:
+    """What `_weight_gradient` reads, dense, and room for what it writes; and how many parts of dL/dv there are."""
     if _weight_strides(grad) is None:
         grad = grad.contiguous()
-    (outputs, inputs), device = weight.shape[:2], weight.device
-    grad_weight, grad_gain = torch.empty_like(weight), None if gain is None else torch.empty_like(gain)
-    parts, channels = _chunks(outputs, settings.groups)[0], inputs * settings.groups
-    partial = torch.empty(parts * channels + _TERMS * outputs, dtype=torch.float32, device=device)
-    launch = _differentiating(weight, grad, device, settings, 1, count)
-    launch(weight, grad, state, gain, None, grad_weight, grad_gain, None, partial)
-    return grad_weight, grad_gain, partial[: parts * channels].view(parts, channels)
+    (outputs, inputs), groups = weight.shape[:2], settings.groups
+    parts = _chunks(outputs, groups)[0]
+    partial = torch.empty(parts * inputs * groups + _TERMS * outputs, dtype=torch.float32, device=weight.device)
+    return grad, torch.empty_like(weight), None if gain is None else torch.empty_like(gain), partial, parts
 
 
 # -- the layer -----------------------------------------------------------------------------------------------

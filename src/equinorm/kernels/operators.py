@@ -1,0 +1,103 @@
+"""Kernels as operations of torch, for `torch.compile`: the code it generates launches them as it does its own.
+
+Of the many small sums over the weights of an EquiNorm layer it would make half a dozen kernels each way; ours are one
+each. The sums over inputs and gradients stay in plain torch, where they are taken on the way of something else.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from .equilibrium import (
+    Convolution,
+    Settings,
+    _differentiating,
+    _gradients,
+    _transform,
+    _transformed,
+    _transforming,
+    _weight_gradient,
+)
+
+__all__ = ["equilibrated", "equilibrated_backward"]
+
+
+def _settings(groups: int, two_pass: bool, eps: float, dtype: torch.dtype) -> Settings:
+    return Settings(Convolution((), (), (), groups), 1, 1.0, two_pass, eps, dtype)
+
+
+@triton_op("equinorm::equilibrated", mutates_args=())
+def equilibrated(
+    weight: Tensor,
+    means: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    two_pass: bool,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`equilibrium.equilibrate` with ρ = 1, and the bias if there is one, in precision `dtype`; and what is kept.
+
+    Means divided by ρ do the same as ρ does.
+    """
+    settings = _settings(groups, two_pass, eps, dtype)
+    means, gain, bias = means.contiguous(), _contiguous(gain), _contiguous(bias)
+    out, state = _transformed(weight, settings)
+    offset = None if bias is None else torch.empty_like(bias, dtype=dtype)
+    launch = _transforming(weight, weight.device, settings, parts=1, count=1)
+    tensors = (weight, means, gain, bias, None, None, out, offset, state)
+    wrap_triton(_transform)[launch.grid](*tensors, **launch.numbers, **launch.options)
+    return out, _or_nothing(offset, weight), state
+
+
+@triton_op("equinorm::equilibrated_backward", mutates_args=())
+def equilibrated_backward(
+    grad: Tensor,
+    grad_offset: Tensor | None,
+    weight: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    state: Tensor,
+    groups: int,
+    two_pass: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of weight, means, gain and bias."""
+    settings = _settings(groups, two_pass, 0.0, weight.dtype)
+    gain, grad_offset = _contiguous(gain), _contiguous(grad_offset)
+    grad, grad_weight, grad_gain, partial, parts = _gradients(grad, weight, gain, settings)
+    grad_bias = None if bias is None else torch.empty_like(bias)
+    launch = _differentiating(weight, grad, weight.device, settings, parts=1, count=1)
+    tensors = (weight, grad, state, gain, grad_offset, grad_weight, grad_gain, grad_bias, partial)
+    wrap_triton(_weight_gradient)[launch.grid](*tensors, **launch.numbers, **launch.options)
+    channels = weight.shape[1] * groups
+    for_means = partial[: parts * channels].view(parts, channels).sum(0)
+    return grad_weight, for_means, _or_nothing(grad_gain, weight), _or_nothing(grad_bias, weight)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _or_nothing(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """An operation cannot leave out what it promised."""
+    return like.new_empty(0) if tensor is None else tensor
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    weight, _, gain, bias, groups, two_pass, *_ = inputs
+    ctx.save_for_backward(weight, gain, bias, output[2])
+    ctx.options = (groups, two_pass)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_offset: Tensor, _: Any) -> tuple[Any, ...]:
+    weight, gain, bias, state = ctx.saved_tensors
+    found = equilibrated_backward(grad, None if bias is None else grad_offset, weight, gain, bias, state, *ctx.options)
+    for_weight, for_means, for_gain, for_bias = found
+    for_gain, for_bias = None if gain is None else for_gain, None if bias is None else for_bias
+    return for_weight, for_means, for_gain, for_bias, None, None, None, None
+
+
+equilibrated.register_autograd(_backward, setup_context=_keep)
