@@ -130,6 +130,7 @@ def test_a_captured_step_equals_an_eager_one(fused: bool) -> None:
         step(models[0], optimizers[0], x, y)
     x, y = (t.clone() for t in data[0])
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes x and y
     with torch.cuda.stream(side):
         step(models[1], optimizers[1], x, y)
     torch.cuda.synchronize()
@@ -295,6 +296,7 @@ def test_gradients_made_inside_a_capture_are_found() -> None:
         step(models[0], optimizers[0], x, y)
     x, y = (t.clone() for t in data[0])
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes x and y
     with torch.cuda.stream(side):
         step(models[1], optimizers[1], x, y)
     torch.cuda.synchronize()
@@ -381,6 +383,7 @@ def test_a_captured_step_of_both_equals_an_eager_one(fresh: bool) -> None:
         assert optimizers[0].why_not == ""
     x, y = (t.clone() for t in data[0])
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes x and y
     with torch.cuda.stream(side):
         step(models[1], optimizers[1], x, y)
     torch.cuda.synchronize()
