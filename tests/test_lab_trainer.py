@@ -21,6 +21,7 @@ from equinorm.lab.data import prepare
 from equinorm.lab.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.schedules import Linear, Step, SuperConvergence
 from equinorm.lab.store import Record, Store
+from equinorm.lab.together import train_together
 from equinorm.lab.trainer import inputs_of, train, train_all
 from equinorm.lab.training import Inputs, Training, mixed_seed
 
@@ -270,6 +271,8 @@ def test_ctrl_c_saves_what_is_in_progress(tmp_path: Path, number: int) -> None:
 def test_a_device_that_is_not_there_is_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=f"there is no device '{name}'"):
         train_all([BASE], Store(tmp_path / "store"), device=name)
+    with pytest.raises(UserError, match=f"there is no device '{name}'"):
+        train_together(BASE, Store(tmp_path / "store"), device=name)
     assert not (tmp_path / "store").exists()
 
 

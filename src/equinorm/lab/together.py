@@ -19,7 +19,17 @@ from torch import distributed
 
 from .runs import Run
 from .store import Store
-from .trainer import AGREE, Job, Outcome, about, inputs_of, interruptible, load_checkpoint, save_checkpoint
+from .trainer import (
+    AGREE,
+    Job,
+    Outcome,
+    about,
+    chosen_device,
+    inputs_of,
+    interruptible,
+    load_checkpoint,
+    save_checkpoint,
+)
 from .training import Training
 
 __all__ = ["are_several", "train_together"]
@@ -93,9 +103,9 @@ def _train(job: Job, must_stop: Callable[[], bool], store: Store, checkpoint_sec
 def _group(device: torch.device | str | None) -> Iterator[tuple[int, int, torch.device]]:
     """The processes torchrun started, each with a device of its own."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    gpu = torch.cuda.is_available() and str(device or "cuda").startswith("cuda")
-    own = torch.device("cuda", local) if gpu else torch.device("cpu")
-    if gpu:
+    own = chosen_device(device)
+    if gpu := own.type == "cuda":
+        own = chosen_device(f"cuda:{local}")
         torch.cuda.set_device(own)
     made = not distributed.is_initialized()
     if made:
