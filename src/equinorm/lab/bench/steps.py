@@ -11,6 +11,7 @@ and without it, and a cycle beside what it takes to move its bytes.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -345,10 +346,10 @@ def _prepare(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        x, bias = torch.zeros(64, 64, device=device, dtype=torch.bfloat16), torch.zeros(64, device=device)
-        F.linear(x, x, bias.bfloat16())
-        F.linear(x.float(), x.float(), bias)
-        x @ x
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.zeros(64, 64, device=device, dtype=dtype, requires_grad=True)
+            # the backward pass has a thread of its own, and that a workspace
+            (F.linear(x, x, torch.zeros(64, device=device, dtype=dtype)) @ x).sum().backward()
 
 
 def milliseconds(body: Callable[[], object], times: int, device: torch.device) -> float:
@@ -447,30 +448,28 @@ def table(rows: list[Row]) -> Table:
     """Milliseconds per training step, and what each normalization adds to it."""
     n = next((row.step.n for row in rows if not row.failed), 0)
     title = f"{rows[0].network}, {rows[0].mode}: ms per training step, median (middle half) of {n}, taking turns"
-    memory = any(row.peak is not None for row in rows)
-    graphs = any(row.captured is not None for row in rows)
+    columns: list[tuple[str, list[str]]] = [
+        ("step", ["failed" if row.failed else str(row.step) for row in rows]),
+        ("adds", [_number(row.adds, "+.2f") for row in rows]),
+        ("of BN's", [_number(row.of_bn, ".2f") for row in rows]),
+        ("as a CUDA graph", ["" if row.captured is None else str(row.captured) for row in rows]),
+        ("adds", [_number(row.captured_adds, "+.2f") for row in rows]),
+        ("of BN's", [_number(row.captured_of_bn, ".2f") for row in rows]),
+        ("peak GiB", [_number(row.peak, ".2f") for row in rows]),
+        ("adds GiB", [_number(row.adds_memory, "+.2f") for row in rows]),
+    ]
+    columns = [(head, cells) for head, cells in columns if any(cells)]
     shown = Table(title=title, title_justify="left")
     shown.add_column("variant", no_wrap=True)
-    heads = ["step", "adds", "of BN's"]
-    heads += ["as a CUDA graph", "adds", "of BN's"] if graphs else []
-    heads += ["peak GiB", "adds GiB"] if memory else []
-    for head in heads:
+    for head, _ in columns:
         shown.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        if row.failed:
-            shown.add_row(row.variant, "failed")
-            continue
-        cells = [str(row.step), *_changes(row.adds, row.of_bn)]
-        if graphs:
-            whole = "" if row.captured is None else str(row.captured)
-            cells += [whole, *_changes(row.captured_adds, row.captured_of_bn)]
-        cells += [f"{row.peak:.2f}", f"{row.adds_memory or 0.0:+.2f}"] if row.peak is not None else []
-        shown.add_row(row.variant, *cells)
+    for i, row in enumerate(rows):
+        shown.add_row(row.variant, *(cells[i] for _, cells in columns))
     return shown
 
 
-def _changes(adds: float | None, of_bn: float | None) -> tuple[str, str]:
-    return "" if adds is None else f"{adds:+.2f}", "" if of_bn is None else f"{of_bn:.2f}"
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
 
 
 def sentences(rows: list[Row]) -> list[str]:
