@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from equinorm.lab.runs import Data, Method, Model, Optim, Run
-from equinorm.lab.schedules import Linear, SuperConvergence
+from equinorm.lab.schedules import Linear, Quadratic, SuperConvergence
 from equinorm.lab.store import Store
 from equinorm.lab.throughput import random_images
 from equinorm.lab.trainer import train_all
@@ -39,6 +39,13 @@ RUNS = {
         model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "msr", "noise": 0.1}),
         method=Method("msr"),
         record=("filters",),
+    ),
+    "crops": replace(
+        CONV,
+        data=Data("cifar10", crop=28, flip=True),
+        model=Model("cifar_nv", {"width": 8, "norm": "none", "final_norm": "batchnorm"}),
+        method=Method("enorm", {"c": 1.2}),
+        optim=Optim(0.05, momentum=0.9, schedule=Quadratic()),
     ),
     "dropout": replace(CONV, model=Model("convpool_cnn_c", {"width": 8}), optim=Optim(0.01)),
 }
