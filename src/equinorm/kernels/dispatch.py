@@ -86,13 +86,14 @@ def channels_last(tensor: Tensor) -> bool:
 
 
 def compilable(*tensors: Tensor | None) -> bool:
-    """Whether `torch.compile` is looking, at tensors on CUDA: then `torch.ops.equinorm` has what is in `operators`.
+    """Whether `torch.compile` looks, at ordinary tensors on CUDA: then `torch.ops.equinorm` has what is in `operators`.
 
     Not where it looks in order to export: a program for elsewhere has to be made of torch's own operations.
     """
     if not torch.compiler.is_compiling() or _exporting() or not _allowed:
         return False
-    return all(tensor is None or _on_cuda(tensor) for tensor in tensors) and _operators_apply()
+    there = [tensor for tensor in tensors if tensor is not None]
+    return all(type(tensor) in _ORDINARY and _on_cuda(tensor) for tensor in there) and _operators_apply()
 
 
 def _on_cuda(tensor: Tensor) -> bool:
