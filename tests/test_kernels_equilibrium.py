@@ -149,7 +149,10 @@ def test_weights_in_equilibrium_and_their_gradients(kernels: Any, drawn: dict[st
     told = kernels.Settings(operation, samples=1, dtype=dtype, **options)
     weight, means, gain = drawn["weight"], drawn["means"], drawn["gain"]
     parts = torch.stack([3 * means, -means, 2 * means])
-    w, state = kernels.transform_weight(weight, parts, gain, told, count=4)
+    bias = torch.randn(weight.shape[0])
+    w, offset, state = kernels.transform_weight(weight, parts, gain, told, count=4, bias=bias)
+    assert offset.dtype == dtype
+    assert_close(offset, bias, TOLERANCE[dtype])
     assert w.dtype == dtype
     assert w.stride() == weight.stride()
 
@@ -159,17 +162,20 @@ def test_weights_in_equilibrium_and_their_gradients(kernels: Any, drawn: dict[st
 
     direction = torch.randn_like(expected).to(dtype)
     wanted = torch.autograd.grad(expected, [t for t in exact if t is not None], direction.double())
-    found = kernels.transform_weight_backward(direction, weight, gain, state, told, count=4)
-    assert found[0].stride() == weight.stride()
-    assert_close(found[0], wanted[0], 1e-4)
-    assert_close(found[2].sum(0), wanted[1] / 4, 1e-4)
-    assert_close(found[1], wanted[2] if gain is not None else None, 1e-4)
+    for_weight, for_gain, for_bias, for_means = kernels.transform_weight_backward(
+        direction, weight, gain, state, told, count=4, bias=bias, grad_offset=offset
+    )
+    assert for_weight.stride() == weight.stride()
+    assert_close(for_weight, wanted[0], 1e-4)
+    assert_close(for_means.sum(0), wanted[1] / 4, 1e-4)
+    assert_close(for_gain, wanted[2] if gain is not None else None, 1e-4)
+    assert torch.equal(for_bias, offset.float())
 
 
 def test_large_weights_saturate_in_half_precision() -> None:
     """An infinite weight makes NaN of every zero among the inputs."""
     told = fused.Settings(fused.Linear(), samples=1, dtype=torch.float16)
-    w, _ = fused.transform_weight(torch.randn(3, 4), torch.full((1, 4), 1e-9), None, told)
+    w, *_ = fused.transform_weight(torch.randn(3, 4), torch.full((1, 4), 1e-9), None, told)
     assert w.isfinite().all()
     assert w.abs().max() == torch.finfo(torch.float16).max
 
@@ -675,11 +681,17 @@ class Wrapped(NamedTuple):
 @pytest.fixture
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled here finds the interpreted kernels, as it finds the others on CUDA."""
-    for name in ("_transform", "_transforming", "_weight_gradient", "_differentiating", "_gradients", "Settings"):
+    for name in ("_transform", "_weight_gradient", "transform_weight", "transform_weight_backward"):
         monkeypatch.setattr(operators, name, getattr(small, name))
     monkeypatch.setattr(operators, "wrap_triton", Wrapped)
     monkeypatch.setattr(equinorm.equilibrium, "compilable", lambda *_: torch.compiler.is_compiling())
     torch._dynamo.reset()
+
+
+def with_gaps(layer: EquiNormLinear) -> EquiNormLinear:
+    layer.gain = nn.Parameter(torch.rand(2 * layer.out_features)[::2])
+    layer.bias = nn.Parameter(torch.rand(2 * layer.out_features)[::2])
+    return layer
 
 
 @pytest.mark.usefixtures("compiled_kernels")
@@ -693,6 +705,7 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: EquiNormConvTranspose2d(4, 6, 3, stride=2, groups=2), (4, 4, 5, 5)),
         (lambda: EquiNormLinear(5, 7), (6, 5)),
         (lambda: EquiNormLinear(5, 7, bias=False), (6, 5)),
+        (lambda: with_gaps(EquiNormLinear(5, 7)), (6, 5)),
     ],
 )
 def test_compiled_layers_call_the_kernels(build: Any, shape: tuple[int, ...], autocast: bool, dynamic: bool) -> None:
@@ -718,6 +731,7 @@ def test_compiled_layers_call_the_kernels(build: Any, shape: tuple[int, ...], au
         (y * direction).sum().backward()
         (expected * direction).sum().backward()
         tolerance = 3e-2 if autocast else 2e-5
+        assert_close(y, expected, tolerance)
         assert_close(x.grad, exact.grad, tolerance)
         for name, p in twin.named_parameters():
             assert_close(layer.get_parameter(name).grad, p.grad, tolerance)
@@ -756,6 +770,19 @@ def test_compiled_code_launches_the_kernels_itself(gain: bool, bias: bool) -> No
         assert called.count("triton_kernel_wrapper_functional") == 1
         assert not any("equinorm" in name for name in called)
     assert all(leaf is None or leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+def test_operations_are_for_ordinary_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tagged(Tensor):
+        pass
+
+    x = torch.rand(3)
+    assert not dispatch.compilable(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not dispatch.compilable(x)
+    monkeypatch.setattr(dispatch, "_on_cuda", lambda tensor: True)
+    assert dispatch.compilable(x, None, nn.Parameter(x))
+    assert not dispatch.compilable(x, x.as_subclass(Tagged))
 
 
 def test_what_is_exported_or_transformed_is_made_of_torchs_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,13 @@ class Launch:
     def __call__(self, *tensors: Tensor | None) -> None:
         self._launch(tensors, *_addresses(tensors))
 
+    def by(self, kernel: Any, *tensors: Tensor | None) -> None:
+        """The launch by a stand-in for the kernel, such as one that torch can look into; None: by the kernel."""
+        if kernel is None:
+            self(*tensors)
+        else:
+            kernel[self.grid](*tensors, **self.numbers, **self.options)
+
     def on(self, *tensors: Tensor | None) -> Callable[[], None]:
         """The launch on these tensors, whose memory stays where it is."""
         return partial(self._launch, tensors, *_addresses(tensors))

@@ -635,19 +635,25 @@ def _differentiating(
 
 
 def transform_weight(
-    weight: Tensor, partial: Tensor, gain: Tensor | None, settings: Settings, count: int = 1
-) -> tuple[Tensor, Tensor]:
-    """(gain · s (w + b) in `settings.dtype`, what `transform_weight_backward` has to know), v = Σ partial / count."""
-    out, state = _transformed(weight, settings)
-    launch = _transforming(weight, weight.device, settings, partial.shape[0], count)
-    launch(weight, partial, gain, None, None, None, out, None, state)
-    return out, state
+    weight: Tensor,
+    partial: Tensor,
+    gain: Tensor | None,
+    settings: Settings,
+    count: int = 1,
+    *,
+    bias: Tensor | None = None,
+    kernel: Any = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(gain · s (w + b), the bias, both in `settings.dtype`; what the gradients need), where v = Σ partial / count.
 
-
-def _transformed(weight: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Room for what `_transform` writes: the weight in equilibrium, and the state."""
+    `kernel`: what to call in place of `_transform`, such as one that torch has wrapped.
+    """
+    out = torch.empty_like(weight, dtype=settings.dtype or weight.dtype)
+    offset = None if bias is None else torch.empty_like(bias, dtype=out.dtype)
     state = torch.empty(_state_size(weight, settings.groups), dtype=torch.float32, device=weight.device)
-    return torch.empty_like(weight, dtype=settings.dtype or weight.dtype), state
+    launch = _transforming(weight, weight.device, settings, partial.shape[0], count)
+    launch.by(kernel, weight, partial, gain, bias, None, None, out, offset, state)
+    return out, offset, state
 
 
 def _state_size(weight: Tensor, groups: int) -> int:
@@ -655,26 +661,28 @@ def _state_size(weight: Tensor, groups: int) -> int:
 
 
 def transform_weight_backward(
-    grad: Tensor, weight: Tensor, gain: Tensor | None, state: Tensor, settings: Settings, count: int = 1
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of weight, gain, and v / count as partial sums, from that of the weight in equilibrium."""
-    grad, grad_weight, grad_gain, partial, parts = _gradients(grad, weight, gain, settings)
-    launch = _differentiating(weight, grad, weight.device, settings, 1, count)
-    launch(weight, grad, state, gain, None, grad_weight, grad_gain, None, partial)
-    channels = weight.shape[1] * settings.groups
-    return grad_weight, grad_gain, partial[: parts * channels].view(parts, channels)
-
-
-def _gradients(
-    grad: Tensor, weight: Tensor, gain: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int]:
-    """What `_weight_gradient` reads, dense, and room for what it writes; and how many parts of dL/dv there are."""
+    grad: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    state: Tensor,
+    settings: Settings,
+    count: int = 1,
+    *,
+    bias: Tensor | None = None,
+    grad_offset: Tensor | None = None,
+    kernel: Any = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Gradients of weight, gain, bias, and v / count as partial sums, from those of what `transform_weight` made."""
     if _weight_strides(grad) is None:
         grad = grad.contiguous()
-    (outputs, inputs), groups = weight.shape[:2], settings.groups
-    parts = _chunks(outputs, groups)[0]
-    partial = torch.empty(parts * inputs * groups + _TERMS * outputs, dtype=torch.float32, device=weight.device)
-    return grad, torch.empty_like(weight), None if gain is None else torch.empty_like(gain), partial, parts
+    outputs, channels = weight.shape[0], weight.shape[1] * settings.groups
+    grad_weight, grad_gain, grad_bias = (None if t is None else torch.empty_like(t) for t in (weight, gain, bias))
+    assert grad_weight is not None
+    parts = _chunks(outputs, settings.groups)[0]
+    partial = torch.empty(parts * channels + _TERMS * outputs, dtype=torch.float32, device=weight.device)
+    launch = _differentiating(weight, grad, weight.device, settings, 1, count)
+    launch.by(kernel, weight, grad, state, gain, grad_offset, grad_weight, grad_gain, grad_bias, partial)
+    return grad_weight, grad_gain, grad_bias, partial[: parts * channels].view(parts, channels)
 
 
 # -- the layer -----------------------------------------------------------------------------------------------

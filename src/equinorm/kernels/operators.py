@@ -13,12 +13,10 @@ from torch.library import triton_op, wrap_triton
 from .equilibrium import (
     Convolution,
     Settings,
-    _differentiating,
-    _gradients,
     _transform,
-    _transformed,
-    _transforming,
     _weight_gradient,
+    transform_weight,
+    transform_weight_backward,
 )
 
 __all__ = ["equilibrated", "equilibrated_backward"]
@@ -44,12 +42,9 @@ def equilibrated(
     Means divided by ρ do the same as ρ does.
     """
     settings = _settings(groups, two_pass, eps, dtype)
-    means, gain, bias = means.contiguous(), _contiguous(gain), _contiguous(bias)
-    out, state = _transformed(weight, settings)
-    offset = None if bias is None else torch.empty_like(bias, dtype=dtype)
-    launch = _transforming(weight, weight.device, settings, parts=1, count=1)
-    tensors = (weight, means, gain, bias, None, None, out, offset, state)
-    wrap_triton(_transform)[launch.grid](*tensors, **launch.numbers, **launch.options)
+    means, gain, bias = means[None].contiguous(), _contiguous(gain), _contiguous(bias)
+    kernel = wrap_triton(_transform)
+    out, offset, state = transform_weight(weight, means, gain, settings, bias=bias, kernel=kernel)
     return out, _or_nothing(offset, weight), state
 
 
@@ -67,14 +62,9 @@ def equilibrated_backward(
     """Gradients of weight, means, gain and bias."""
     settings = _settings(groups, two_pass, 0.0, weight.dtype)
     gain, grad_offset = _contiguous(gain), _contiguous(grad_offset)
-    grad, grad_weight, grad_gain, partial, parts = _gradients(grad, weight, gain, settings)
-    grad_bias = None if bias is None else torch.empty_like(bias)
-    launch = _differentiating(weight, grad, weight.device, settings, parts=1, count=1)
-    tensors = (weight, grad, state, gain, grad_offset, grad_weight, grad_gain, grad_bias, partial)
-    wrap_triton(_weight_gradient)[launch.grid](*tensors, **launch.numbers, **launch.options)
-    channels = weight.shape[1] * groups
-    for_means = partial[: parts * channels].view(parts, channels).sum(0)
-    return grad_weight, for_means, _or_nothing(grad_gain, weight), _or_nothing(grad_bias, weight)
+    others = {"bias": bias, "grad_offset": grad_offset, "kernel": wrap_triton(_weight_gradient)}
+    for_weight, for_gain, for_bias, partial = transform_weight_backward(grad, weight, gain, state, settings, **others)
+    return for_weight, partial.sum(0), _or_nothing(for_gain, weight), _or_nothing(for_bias, weight)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -89,7 +89,7 @@ ITEMS = (
         "stock2019/variants",
         n=3,
         after="tuning-fc",
-        note="ENorm-1.2 where it falls behind in figure 4",
+        note="what figure 4 leaves open, one thing at a time",
     ),
     Item("figure10", "stock2019/figure10", n=3, after="tuning-fc", note="the norm in training"),
     Item("repro-figure2", "repro2019/figure2", n=5, note="deep MLPs as repro2019 has them"),
