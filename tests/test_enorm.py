@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import equinorm
+from architectures import Architecture, example_input, mixed_plans
 from equinorm.enorm_reference import balance_layers_
 from equinorm.objective import Objective, layouts
 from nets import relative_error
@@ -500,6 +501,64 @@ def test_implicit_scales_find_the_optimum_and_do_not_touch_the_loss(c: float) ->
     torch.testing.assert_close(implicit.scales.detach(), torch.ones(16).double())
     for a, b in zip(model.parameters(), explicit.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def plain_penalty(implicit: equinorm.ImplicitENorm, counted: Any = None) -> Tensor:
+    """λ · Σ c^(p·depth) Σ |d_out w / d_in|^p, parameter by parameter (stock2019, appendix C)."""
+    symmetry, padded = implicit.symmetry, torch.cat([implicit.scales.abs().log(), implicit.scales.new_zeros(1)])
+    total = implicit.scales.new_zeros(())
+    for w in symmetry.parameters:
+        if w.multiplicative if counted is None else counted(w.name):
+            scaled = symmetry.tensor(w.name) * w.factor(padded)
+            total = total + implicit.c ** (implicit.p * w.depth) * scaled.abs().pow(implicit.p).sum()
+    return implicit.decay * total
+
+
+def assert_same_penalty(implicit: equinorm.ImplicitENorm, counted: Any = None, **tolerance: float) -> None:
+    """Value, gradients, and the gradient of a gradient's norm."""
+    symmetry = implicit.symmetry
+    inputs = [implicit.scales, *(symmetry.tensor(w.name) for w in symmetry.parameters if w.multiplicative)]
+    found = []
+    for penalty in (implicit(), plain_penalty(implicit, counted)):
+        first = torch.autograd.grad(penalty, inputs, create_graph=True, materialize_grads=True)
+        steep = sum((g.square().sum() for g in first), torch.zeros(()))
+        found.append([penalty, *first, *torch.autograd.grad(steep, inputs, materialize_grads=True)])
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, **tolerance)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    plan=mixed_plans,
+    p=st.sampled_from([1.0, 2.0, 3.0]),
+    c=st.sampled_from([1.0, 1.2]),
+    last=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_implicit_penalty_is_what_it_says(plan: list[Any], p: float, c: float, last: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Architecture(plan).double()
+    model = model.to(memory_format=torch.channels_last) if last else model
+    symmetry = equinorm.trace(model, example_input().double())
+    assume(symmetry.num_scales)
+    implicit = equinorm.ImplicitENorm(model, symmetry=symmetry, p=p, c=c)
+    with torch.no_grad():
+        implicit.scales.copy_(torch.randn_like(implicit.scales).exp() * torch.randn_like(implicit.scales).sign())
+    assert_same_penalty(implicit)
+
+
+def test_implicit_penalty_of_chosen_parameters_wherever_its_scales_are() -> None:
+    model, x = chain(5, 8, 8, 3), batch()[0]
+    chosen = equinorm.ImplicitENorm(model, x, parameters=lambda name: name.startswith("2"), keep=["4.*"])
+    assert_same_penalty(chosen, counted=lambda name: name.startswith("2"))
+    model.float()
+    implicit = equinorm.ImplicitENorm(model, x.float())
+    assert implicit().dtype == torch.float32
+    model.double()
+    assert_same_penalty(implicit.double())
+    expected = implicit()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(implicit(), expected)
 
 
 def test_implicit_penalty_reaches_weights_and_scales() -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from .objective import Objective, Sum, imbalance, layouts
+from .objective import Objective, Sum, imbalance, layouts, powers_of, times
 from .optimizers import (
     carry_state_,
     check_optimizer,
@@ -754,10 +754,12 @@ class ImplicitENorm(nn.Module):
             raise ValueError(f"nothing to rescale.\n{found.explain().summary}")
         self._symmetry = [found]  # in a list, so that the model does not become a submodule
         self.decay, self.p, self.c = decay, p, c
-        self._counted = _counted(found, parameters)
+        counted = _counted(found, parameters)
+        self._layouts = layouts(found, p, c, counted)
+        self._fixed = [(w.name, c ** (p * w.depth)) for w in found.parameters if counted(w) and not w.moves]
         first = found.tensor(found.moving[0].name)
         self.scales = nn.Parameter(torch.ones(found.num_scales, dtype=first.dtype, device=first.device))
-        self._terms = [w.to(first.device) for w in found.parameters if self._counted(w)]
+        self._made: Objective | None = None
 
     @property
     def symmetry(self) -> Symmetry:
@@ -765,12 +767,22 @@ class ImplicitENorm(nn.Module):
 
     def forward(self) -> Tensor:
         """The penalty, differentiable in weights and coefficients."""
-        padded = torch.cat([self.scales.abs().log(), self.scales.new_zeros(1)])
-        total = self.scales.new_zeros(())
-        for w in self._terms:
-            scaled = self.symmetry.tensor(w.name) * w.factor(padded)
-            total = total + self.c ** (self.p * w.depth) * scaled.abs().pow(self.p).sum()
-        return self.decay * total
+        objective, tensor = self._objective(), self.symmetry.tensor
+        with torch.autocast(self.scales.device.type, enabled=False):
+            factors = (self.p * objective.gather(self.scales.to(objective.dtype).abs().log())).exp()
+            parts = [
+                rows * times(layout.reduce(tensor(layout.name), self.p, objective.dtype), columns)
+                for layout, (rows, columns) in zip(self._layouts, objective.split(factors), strict=True)
+            ]
+            parts += [weight * powers_of(tensor(name), self.p, objective.dtype).sum() for name, weight in self._fixed]
+            return self.decay * torch.cat([part.reshape(-1) for part in parts]).sum()
+
+    def _objective(self) -> Objective:
+        """The norm as a function of the coefficients, with its tables where these are now."""
+        device, dtype = self.scales.device, torch.promote_types(self.scales.dtype, torch.float32)
+        if self._made is None or (self._made.device, self._made.dtype) != (device, dtype):
+            self._made = Objective(self.symmetry.num_scales, self.p, self._layouts, dtype, device)
+        return self._made
 
     @torch.no_grad()
     def fold_(self) -> None:

@@ -75,15 +75,21 @@ class Layout:
 
     def reduce(self, parameter: Tensor, p: float, dtype: torch.dtype) -> Tensor:
         """Sums of |w|^p over the elements that share a row and a column, times the depth weight."""
-        laid = parameter.detach().permute(self.order).reshape(self.view)
+        laid = parameter.permute(self.order).reshape(self.view)
         summed = [axis for axis, n in enumerate(self.view) if n > 1 and axis not in (0, 2, 5)]
-        if summed and p == 2:
+        if summed and p == 2 and not laid.requires_grad:
             powers = torch.linalg.vector_norm(laid, 2, summed, keepdim=True, dtype=dtype).square_()
         else:
-            powers = laid.to(dtype).abs().pow(p)
+            powers = powers_of(laid, p, dtype)
             powers = powers.sum(summed, keepdim=True) if summed else powers
         matrices = powers.reshape(self.view[0], self.view[2], self.view[5])
         return matrices * self.weight if self.weight != 1.0 else matrices
+
+
+def powers_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """|x|^p."""
+    x = x.to(dtype)
+    return x.square() if p == 2 else x.abs() if p == 1 else x.abs().pow(p)
 
 
 def layouts(symmetry: Symmetry, p: float, c: float, counted: Callable[[ScaledParameter], bool]) -> list[Layout]:
@@ -206,7 +212,10 @@ class Objective:
 
     def load(self, tensors: Callable[[str], Tensor]) -> None:
         """Read the weights: reduce every parameter to its matrices."""
-        self.matrices = [x.reduce(tensors(x.name), self.p, self.dtype).to(self.device) for x in self.layouts]
+        found = [tensors(x.name).detach() for x in self.layouts]
+        self.matrices = [
+            x.reduce(tensor, self.p, self.dtype).to(self.device) for x, tensor in zip(self.layouts, found, strict=True)
+        ]
         for matrices, cancels in zip(self.matrices, self._cancels, strict=True):
             if cancels is not None:
                 matrices.masked_fill_(cancels, 0.0)
@@ -289,7 +298,7 @@ def times(matrices: Tensor, vectors: Tensor) -> Tensor:
     """A batch of matrices times a batch of vectors (one fast product for each shape that occurs)."""
     batch, rows, columns = matrices.shape
     if batch == 1:
-        return torch.mv(matrices[0], vectors[0])[None]
+        return torch.mv(matrices.view(rows, columns), vectors.view(columns))[None]
     if rows == 1 or columns == 1:
         return (matrices * vectors[:, None, :]).sum(-1)
     return torch.bmm(matrices, vectors[:, :, None])[:, :, 0]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..objective import Side, Sum
+from ..objective import Side, Sum, powers_of
 from .enorm_plan import COLUMN, ROW, Anatomy, Followers, Slab, Slot, may_cancel
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class Matrix:
         """Sums of |w|^p, rows × columns."""
         rows, outer, columns, inner = self.shape
         parts = self.of(tensor).view(rows, outer, -1).unbind(1)  # one, or those of a kernel with the channels last
-        total = _powers(parts[0], p, dtype)
+        total = powers_of(parts[0], p, dtype)
         for part in parts[1:]:
-            total += _powers(part, p, dtype)
+            total += powers_of(part, p, dtype)
         if inner > 1:  # far quicker than a sum over a short axis
             total = torch.mv(total.view(-1, inner), total.new_ones(inner)).view(rows, columns)
         return total if self.dead is None else total.masked_fill_(self.dead, 0.0)
@@ -257,11 +257,6 @@ class ForeachCycle(Followers):
                 total=None if in_order else Sum(target, 2 * len(variables), self.device),
                 rate=(step / (self.p * net.reach[variables])).to(self.device, self.dtype),
             )
-
-
-def _powers(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    return x.square() if p == 2 else x.abs() if p == 1 else x.abs().pow_(p)
 
 
 def _with_last(blocks: list[Block]) -> list[Block]:

@@ -178,16 +178,16 @@ class Estimate:
         return self.floor + (self.alone - self.floor) / k
 
 
-# Seconds per step on an H200 as (alone, floor), with the batch they belong to. Measured, but for CIFAR-NV, which is
-# counted from its operations. They serve until the store has runs of the same kind.
+# Seconds per step on an H200 as (alone, floor), with the batch they belong to. They serve until the store has runs of
+# the same kind.
 STEP = {
     "fc": (9.0e-4, 1.6e-4, 256),
-    "cifar_nv": (2.2e-3, 1.5e-3, 128),
+    "cifar_nv": (1.7e-3, 1.4e-3, 128),
     "wrn_20_96": (5.2e-3, 4.0e-3, 128),
     "resnet110": (6.0e-3, 1.9e-3, 128),
 }
 UNKNOWN = (1.0e-2, 5.0e-3, 128)
-SMALLEST = 0.35  # a step with very few images takes this part of one with a usual batch: it is bound by latency
+SMALLEST = 0.15  # a step with very few images takes this part of one with a usual batch: it is bound by latency
 SET_UP = 0.5  # seconds to build, trace and capture a run
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 604_388, "imagenet": 1_281_167, "digits": 1_437}
 TOY = Estimate(1.0, 1.0)
