@@ -91,6 +91,13 @@ ITEMS = (
         after="tuning-fc",
         note="what figure 4 leaves open, one thing at a time",
     ),
+    Item(
+        "figure4-tuned",
+        "stock2019/figure4-tuned",
+        n=3,
+        after="tuning-fc",
+        note="the same with chosen learning rates for ENorm",
+    ),
     Item("figure10", "stock2019/figure10", n=3, after="tuning-fc", note="the norm in training"),
     Item("repro-figure2", "repro2019/figure2", n=5, note="deep MLPs as repro2019 has them"),
     Item("repro-figure3", "repro2019/figure3", n=5, note="the same with biases"),

@@ -11,6 +11,7 @@ import math
 import re
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -166,20 +167,25 @@ def _lines(result: Result) -> Figure:
     drawn = {row: chosen[row] for row in result.rows if any(number.cell.row == row for number in shown)}
     floor = _floor([number.value for number in shown if number.values])
     lost: list[tuple[float, Look, Number]] = []
+    low: list[tuple[float, Look, Number]] = []
     for i, (row, look) in enumerate(drawn.items()):
         # moved a little, so that the bars of two methods do not hide each other
         moved = _moved(where, scale, 0.045 * (i - (len(drawn) - 1) / 2))
         found = [result.by_cell.get((row, column)) for column in result.columns]
         cells = [(x, number) for x, number in zip(moved, found, strict=True) if number is not None]
         points = [(x, number) for x, number in cells if number.values]
-        _one_line(axes, points, look, floor, result.artifact.band)
+        kept = [(x, number) for x, number in points if floor is None or number.value >= floor]
+        _one_line(axes, kept, look, result.artifact.band)
+        low += [(x, look, number) for x, number in points if (x, number) not in kept]
         papers = [(x, _paper(number)) for x, number in cells if _paper(number) is not None]
         if papers:
             axes.plot(*zip(*papers, strict=True), color=look.colour, marker=look.marker, linestyle="", markersize=9,
                       markerfacecolor="none", markeredgewidth=1.2, alpha=0.9)  # fmt: skip
         lost += [(x, look, number) for x, number in cells if number.diverged]
     if floor is not None:
-        axes.set_ylim(bottom=floor)
+        most = max(Counter(number.cell.column for *_, number in low).values())
+        axes.set_ylim(bottom=floor - 0.04 * most * (axes.get_ylim()[1] - floor))  # room for what is noted there
+    _note_low(axes, low)
     _mark_diverged(axes, lost)
     axes.set_xticks(where, result.columns, rotation=0 if sum(map(len, result.columns)) < 70 else 25)
     axes.minorticks_off()
@@ -191,20 +197,25 @@ def _lines(result: Result) -> Figure:
     return made
 
 
-def _one_line(axes: Any, points: Sequence[tuple[float, Number]], look: Look, floor: float | None, band: str) -> None:
-    kept = [(x, number) for x, number in points if floor is None or number.value >= floor]
-    xs, ys = [x for x, _ in kept], [number.value for _, number in kept]
+def _one_line(axes: Any, points: Sequence[tuple[float, Number]], look: Look, band: str) -> None:
+    xs, ys = [x for x, _ in points], [number.value for _, number in points]
     axes.plot(xs, ys, color=look.colour, marker=look.marker, linestyle=look.line, markersize=5.5, linewidth=1.6)
-    edges = [number.low_high or (number.value, number.value) for _, number in kept]
+    edges = [number.low_high or (number.value, number.value) for _, number in points]
     if band == "quartiles":
         axes.fill_between(xs, [low for low, _ in edges], [high for _, high in edges], color=look.colour, alpha=0.15,
                           linewidth=0)  # fmt: skip
     else:
         axes.vlines(xs, [low for low, _ in edges], [high for _, high in edges], color=look.colour, linewidth=1.1)
-    for x, number in points:
-        if floor is not None and number.value < floor:
-            axes.annotate(f"↓ {number.value:.3g}", (x, 0), (0, 3), xycoords=("data", "axes fraction"), fontsize=8,
-                          textcoords="offset points", color=look.colour, ha="center", va="bottom")  # fmt: skip
+
+
+def _note_low(axes: Any, low: Sequence[tuple[float, Look, Number]]) -> None:
+    """What lies under the axes, at their foot; several in one column above each other."""
+    above: Counter[str] = Counter()
+    for x, look, number in low:
+        column = number.cell.column
+        axes.annotate(f"↓ {number.value:.3g}", (x, 0), (0, 3 + 10 * above[column]), xycoords=("data", "axes fraction"),
+                      textcoords="offset points", fontsize=8, color=look.colour, ha="center", va="bottom")  # fmt: skip
+        above[column] += 1
 
 
 def _mark_diverged(axes: Any, lost: Sequence[tuple[float, Look, Number]]) -> None:
