@@ -123,7 +123,7 @@ def test_what_the_kernel_does_not_take(monkeypatch: Any) -> None:
 
 def twin_(kernels: list[Any], gradients: list[Tensor], z: float, luma: float, scale: float) -> tuple[float, float]:
     """The gradients of all kernels changed as the paper says; (Σ lr² ‖∇V‖², Σ ‖V‖²) with lr = group + 1."""
-    centre_gradients_([k.V for k in kernels], z)
+    centre_gradients_([k.V for k in kernels if k.centred], z)
     steps = lengths = 0.0
     for k in kernels:
         exact = k.V.double()
@@ -144,7 +144,7 @@ def nets(draw: st.DrawFn) -> list[Any]:
         if filters > 1:
             V[0] = 0.0
         V.grad = torch.randn_like(V)
-        found.append(fused.Kernel(V, draw(st.integers(0, 2)), draw(st.sampled_from([1.0, -1.0]))))
+        found.append(fused.Kernel(V, draw(st.integers(0, 2)), draw(st.sampled_from([1.0, -1.0])), draw(st.booleans())))
     return found
 
 

@@ -180,6 +180,18 @@ def test_noise_is_at_the_input_of_every_block_while_training(name: str) -> None:
     torch.testing.assert_close(block(h), expected)
 
 
+def test_noise_can_be_on_branches_only_and_per_channel() -> None:
+    net = tiny("resnet110", noise=0.1, noise_at="branch", noise_per="channel")
+    block = next(m for m in net.modules() if isinstance(m, Residual))
+    assert block.noise.per == "channel"
+    h = torch.rand(2, 4, 8, 8)
+    expected = torch.relu(block.branch(2 * h) + h)
+    block.noise = Double()
+    torch.testing.assert_close(block(h), expected)
+    with pytest.raises(ValueError, match='noise_at is "unit" or "branch"'):
+        tiny("resnet110", noise_at="skip")
+
+
 class Double(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x

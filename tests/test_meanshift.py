@@ -182,6 +182,22 @@ def test_all_spatial_kernels_but_the_first() -> None:
     torch.testing.assert_close(log_gain(rejecting().conv1).exp(), torch.full((4, 1, 1, 1), 0.5).double())
 
 
+def test_the_first_kernel_can_be_scaled_and_keeps_its_mean() -> None:
+    net = Residual().double()
+    report = apply_mean_shift_rejection_(net, log_gain=math.log(0.8), scale_first=True)
+    assert report.applied == ("stem", "conv1", "conv2")
+    means = kernel(net.stem).flatten(2).mean(2).abs()
+    assert means.min() > 0
+    torch.testing.assert_close(kernel(net.stem).flatten(1).norm(dim=1), torch.ones(4).double())
+    optimizer = torch.optim.SGD(parameter_groups(net), lr=0.1)
+    msr = MeanShiftRejection(net, optimizer, z=1.0, luma=0.0, max_step=None)
+    net(images()).square().mean().backward()
+    before = kernel(net.stem).grad.clone()
+    msr.adapt_gradients_()
+    assert torch.equal(kernel(net.stem).grad, before)
+    assert kernel(net.conv1).grad.flatten(2).sum(2).abs().max() < 1e-14
+
+
 def test_first_is_by_registration_or_by_execution() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -676,7 +692,16 @@ def test_noise_passes_gradients_and_checks_its_amplitude() -> None:
     torch.testing.assert_close(x.grad, y.detach())
     with pytest.raises(ValueError, match="amplitude"):
         InputNoise(1.5)
+    with pytest.raises(ValueError, match="per"):
+        InputNoise(0.1, per="image")
     assert repr(InputNoise(0.1)) == "InputNoise(a=0.1)"
+
+
+def test_noise_can_be_drawn_per_channel() -> None:
+    factors = InputNoise(0.5, per="channel")(torch.ones(3, 4, 5, 6)).flatten(2)
+    assert torch.equal(factors.amin(2), factors.amax(2))
+    assert factors[:, :, 0].unique().numel() == 12
+    assert repr(InputNoise(0.1, per="channel")) == "InputNoise(a=0.1, per='channel')"
 
 
 def test_noise_at_the_input_of_units() -> None:

@@ -87,9 +87,15 @@ def zero_mean_init_(tensor: Tensor, generator: torch.Generator | None = None) ->
     """
     if not _window(tensor):
         raise ValueError(f"a kernel of shape {tuple(tensor.shape)} has no window to be zero-mean over")
+    return _unit_init_(tensor, generator, centred=True)
+
+
+@torch.no_grad()
+def _unit_init_(tensor: Tensor, generator: torch.Generator | None, centred: bool) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)  # half precision would leave a mean behind
     x = torch.empty_like(tensor, dtype=dtype).uniform_(-1.0, 1.0, generator=generator)
-    x -= x.mean(_window(tensor), keepdim=True)
+    if centred:
+        x -= x.mean(_window(tensor), keepdim=True)
     return tensor.copy_(x / filter_norm(x))
 
 
@@ -122,12 +128,14 @@ class ScaledKernel(nn.Module):
 
     V is stored as the parametrization's `original`, which is the weight's own parameter object. A weight that
     is assigned is taken apart: V gets length 1, g the logarithm of what it had; a filter of zeros stays one.
+    `centred=False` is for the first layer: `MeanShiftRejection` leaves the mean of its gradient alone.
 
     On CUDA W is made in the precision in which it is used, see `weightnorm.dtype_in_use`.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, centred: bool = True) -> None:
         super().__init__()
+        self.centred = centred
         g = torch.zeros_like(weight[(slice(None),) + (slice(0, 1),) * (weight.ndim - 1)])
         self.g = nn.Parameter(g.contiguous(), requires_grad=weight.requires_grad)
 
@@ -154,6 +162,7 @@ def apply_mean_shift_rejection_(
     log_gain: float = DEFAULT_LOG_GAIN,
     *,
     init: bool = True,
+    scale_first: bool = False,
     example_inputs: Any = None,
     where: Where | None = None,
     generator: torch.Generator | None = None,
@@ -162,7 +171,8 @@ def apply_mean_shift_rejection_(
 
     Spatial are convolutions whose window has more than one point. The first of them is left as it is: a shift
     of its input, the data, is information (ruff2020, section 1). "First" is by registration; with
-    `example_inputs` (a tensor, a tuple of arguments or a dict of keyword arguments) by execution.
+    `example_inputs` (a tensor, a tuple of arguments or a dict of keyword arguments) by execution. `scale_first`
+    makes e^g · V of it too, of unit length but with its mean (section 3.1 has "each" kernel).
 
     `log_gain`: ruff2020 sets e^g to 0.8 and says that smaller values start better. The default fits deep
     residual networks, where every block adds to the stream. In a chain without skips each layer multiplies
@@ -181,7 +191,7 @@ def apply_mean_shift_rejection_(
         if not isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)):
             continue
         why = _why_not(layer) or why_not_parametrize(layer, tied)
-        if layer is first:
+        if layer is first and not scale_first:
             why = "the first spatial convolution: it looks at the data"
         elif where is not None and not where(name, layer):
             why = "not asked for by `where`"
@@ -191,9 +201,10 @@ def apply_mean_shift_rejection_(
             skipped[name] = why
     for layer in layers.values():
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        parametrize.register_parametrization(layer, "weight", ScaledKernel(weight))
+        centred = layer is not first
+        parametrize.register_parametrization(layer, "weight", ScaledKernel(weight, centred))
         if init:
-            zero_mean_init_(originals(layer).original, generator)
+            _unit_init_(originals(layer).original, generator, centred)
             originals(layer)[0].g.data.fill_(log_gain)
     return LayerReport(tuple(layers), skipped)
 
@@ -266,22 +277,26 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.0) -> list[dict[s
 class InputNoise(nn.Module):
     """x · U(1 - a, 1 + a) while training, x otherwise (ruff2020, section 4.4, with a = 0.1).
 
-    The paper does not say what the noise is drawn over; here it is drawn for every element.
+    The paper does not say what the noise is drawn over; here it is drawn for every element, or with `per="channel"`
+    once for each channel of each example.
     """
 
-    def __init__(self, a: float = 0.1) -> None:
+    def __init__(self, a: float = 0.1, per: str = "element") -> None:
         super().__init__()
         if not 0.0 <= a <= 1.0:
             raise ValueError(f"the amplitude of the noise must lie in [0, 1], got {a}")
-        self.a = a
+        if per not in ("element", "channel"):
+            raise ValueError(f'noise is drawn per "element" or per "channel", got {per!r}')
+        self.a, self.per = a, per
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.a == 0.0:
             return x
-        return x * torch.empty_like(x).uniform_(1.0 - self.a, 1.0 + self.a)
+        drawn = torch.empty_like(x) if self.per == "element" else x.new_empty(*x.shape[:2], *(1,) * (x.ndim - 2))
+        return x * drawn.uniform_(1.0 - self.a, 1.0 + self.a)
 
     def extra_repr(self) -> str:
-        return f"a={self.a}"
+        return f"a={self.a}" + (", per='channel'" if self.per == "channel" else "")
 
 
 def add_input_noise_(units: Iterable[nn.Module], a: float = 0.1) -> Removable:
@@ -348,8 +363,8 @@ class MeanShiftRejection:
 
     Before every step, with V the kernels of `apply_mean_shift_rejection_`:
 
-    1. ∇V loses z times its window mean (ruff2020, section 3.3). z = 0.85 is the paper's for residual networks,
-       up to 1 for chains; 0 switches it off.
+    1. ∇V loses z times its window mean (ruff2020, section 3.3), but for a first layer's. z = 0.85 is the paper's
+       for residual networks, up to 1 for chains; 0 switches it off.
     2. 2λ(‖V‖ - 1) V/‖V‖ is added to it (section 3.4); `luma` is λ.
     3. If lr · ‖∇V‖ / ‖V‖, all kernels taken as one vector, exceeds `max_step`, all gradients of the optimizer
        are scaled down by the one factor that makes them meet it. None: no limit, as in the paper.
@@ -396,6 +411,7 @@ class MeanShiftRejection:
         self.z, self.luma, self.max_step = z, luma, max_step
         self._exclude_first = exclude_first
         self._kernels: dict[int, Tensor] = {}
+        self._uncentred: set[int] = set()
         self._biases: list[Tensor] = []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, layer in layers.items():
@@ -412,8 +428,11 @@ class MeanShiftRejection:
         """Check one layer against the optimizer and remember its kernel and bias."""
         V, own = layer.weight, [layer.weight]
         if self._scaled:
+            scaled = originals(layer)[0]
             V = originals(layer).original
-            own = [V, originals(layer)[0].g]
+            own = [V, scaled.g]
+            if not scaled.centred:
+                self._uncentred.add(id(V))
         for p in own:
             if not isinstance(p, Tensor) or not p.requires_grad:
                 continue
@@ -454,7 +473,7 @@ class MeanShiftRejection:
 
     def _adapt_plain_(self, scaled: list[tuple[Tensor, int]], gradients: list[Tensor]) -> None:
         groups, scale = self.optimizer.param_groups, self._grad_scale()
-        centre_gradients_([V for V, _ in scaled], self.z)
+        centre_gradients_([V for V, _ in scaled if id(V) not in self._uncentred], self.z)
         steps, lengths = [], []
         for V, number in scaled:
             assert V.grad is not None
@@ -484,8 +503,9 @@ class MeanShiftRejection:
             return False
         if not all(dense(V) and V.grad is not None and V.grad.stride() == V.stride() for V, _ in scaled):
             return False
-        all_kernels = [found.Kernel(V, i, -1.0 if groups[i].get("maximize", False) else 1.0) for V, i in scaled]
-        key = [(id(V), sign, *kernel.layout) for kernel in all_kernels for V, _, sign in (kernel,)]
+        signs = [-1.0 if group.get("maximize", False) else 1.0 for group in groups]
+        all_kernels = [found.Kernel(V, i, signs[i], id(V) not in self._uncentred) for V, i in scaled]
+        key = [(id(kernel.V), kernel.sign, *kernel.layout) for kernel in all_kernels]
         key += [(gradient.dtype, gradient.numel()) for gradient in gradients]
         if key != self._adapter_key:
             self._adapter, self._adapter_key = found.GradientAdapter(all_kernels, gradients), key
@@ -570,7 +590,10 @@ class MeanShiftRejection:
         """Take over what `state_dict` gave."""
         for key in ("z", "luma", "max_step", "bias_step", "steps"):
             setattr(self, key, state[key])
-        self._limited = state["limited"]
+        if isinstance(self._limited, Tensor):  # captured steps count in it
+            self._limited.fill_(state["limited"])
+        else:
+            self._limited = state["limited"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeanShiftRejection:
         """With its model and optimizer, attached if this one is: `copy.deepcopy((model, optimizer, msr))`."""

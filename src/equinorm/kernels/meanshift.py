@@ -244,7 +244,7 @@ class _Adapting(_Launch):
     def __init__(self, kernels: Sequence[Kernel], begin: int) -> None:
         device = kernels[0].V.device
         super().__init__([kernel.V.shape[0] for kernel in kernels], 2 * len(kernels), device)
-        self.group, self.window, self.channels_last = kernels[0].layout[:3]
+        self.group, self.window, self.channels_last, self.centred = kernels[0].layout[:4]
         self.V = [kernel.V for kernel in kernels]
         self.begin = begin  # of its filters among all
         self.channels = torch.tensor([V.shape[1] for V in self.V], dtype=torch.int32, device=device)
@@ -270,12 +270,15 @@ class Kernel(NamedTuple):
     """The number of its parameter group."""
     sign: float
     """-1 where the optimizer maximizes, else 1."""
+    centred: bool = True
+    """Whether its gradient loses its window means."""
 
     @property
-    def layout(self) -> tuple[int, int, bool, str, str]:
+    def layout(self) -> tuple[int, int, bool, bool, str, str]:
         """Kernels that are alike in this share a launch."""
-        dtypes = str(self.V.dtype), str(_gradient(self.V).dtype)
-        return self.group, math.prod(self.V.shape[2:]), channels_last(self.V), *dtypes
+        window, dtypes = math.prod(self.V.shape[2:]), (str(self.V.dtype), str(_gradient(self.V).dtype))
+        # nothing would be left of a point without its mean
+        return self.group, window, channels_last(self.V), self.centred and window > 1, *dtypes
 
 
 def _gradient(V: Tensor) -> Tensor:
@@ -322,7 +325,7 @@ class GradientAdapter:
                     len(launch.V),
                     self.filters,
                     launch.window,
-                    z if launch.window > 1 else 0.0,  # nothing is left of a point without its mean
+                    z if launch.centred else 0.0,
                     luma,
                     KERNEL=_DTYPES[launch.V[0].dtype],
                     GRADIENT=_DTYPES[gradients[0].dtype],

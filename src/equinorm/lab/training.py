@@ -283,6 +283,9 @@ class Training:
         self.captured = self.device.type == "cuda" and world == 1 and not inputs.streamed
         if self.captured:
             self.stream = torch.cuda.Stream()
+            # One pool for all graphs of a run: they never run at once, and what one leaves there no other reads.
+            # (With one for each, a schedule of the momentum would leave the memory of a graph behind every epoch.)
+            self._pool = torch.cuda.graph_pool_handle()
             self.stream.wait_stream(torch.cuda.current_stream())
             self._warm_up()
         if state is not None:
@@ -510,7 +513,7 @@ class Training:
         """A graph whose random numbers come from this run's own generator, whatever runs beside it."""
         graph = torch.cuda.CUDAGraph()
         with _default_generator(self._generator):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 body()
             finally:

@@ -130,12 +130,14 @@ def _msr(
     *,
     log_gain: float | None = None,
     exclude_first: bool = True,
+    scale_first: bool = False,
     init: bool = True,
 ) -> None:
     """`log_gain=None` is what keeps the scale: e^g = 0.5 in residual networks, 1.71 in chains."""
     if log_gain is None:
         log_gain = ms.DEFAULT_LOG_GAIN if layers.by_role["branch end"] else math.log(1.71)
-    if not ms.apply_mean_shift_rejection_(model, exclude_first, log_gain, init=init).applied:
+    report = ms.apply_mean_shift_rejection_(model, exclude_first, log_gain, init=init, scale_first=scale_first)
+    if not report.applied:
         raise ValueError("mean shift rejection needs spatial convolutions besides the first one; this model has none")
 
 

@@ -38,23 +38,30 @@ class Residual(nn.Module):
     """relu(branch(x) + skip(x)); with the activation first: branch(y) + skip(x), y = relu(norm(x)), or skip(y).
 
     A learned skip reads y, as in the published code of He et al. 2016. Noise multiplies what the whole unit reads
-    (ruff2020, section 4.4).
+    (ruff2020, section 4.4), or with `noise_at="branch"` what its branch reads.
     """
 
     def __init__(
-        self, branch: nn.Sequential, skip: nn.Module, noise: float, first: nn.Module | None, relu: nn.Module | None
+        self,
+        branch: nn.Sequential,
+        skip: nn.Module,
+        noise: nn.Module,
+        first: nn.Module | None,
+        relu: nn.Module | None,
+        noise_at: str = "unit",
     ) -> None:
         super().__init__()
-        self.noise = InputNoise(noise) if noise else nn.Identity()
+        self.noise, self.noise_at = noise, noise_at
         self.first = nn.Identity() if first is None else first
         self.branch, self.skip = branch, skip
         self.relu = nn.Identity() if relu is None else relu
         self.skip_reads_first = isinstance(skip, nn.Sequential)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.noise(x)
+        x = self.noise(x) if self.noise_at == "unit" else x
         y = self.first(x)
-        return add_and_rectify(self.branch, y, self.skip(y if self.skip_reads_first else x), self.relu)
+        skipped = self.skip(y if self.skip_reads_first else x)
+        return add_and_rectify(self.branch, self.noise(y) if self.noise_at == "branch" else y, skipped, self.relu)
 
 
 Branch = Callable[[Layers, int, int, int, bool], tuple[nn.Sequential, int]]
@@ -125,12 +132,16 @@ def residual_net(
     skips: str,
     stem: str | None,
     noise: float,
+    noise_at: str = "unit",
+    noise_per: str = "element",
     preact: bool = False,
     last_activation: bool = False,
 ) -> Chain:
     """A stem, a stage of blocks for each of `widths`, each but the first halving the image, and a classifier."""
     if skips not in ("A", "B", "C"):
         raise ValueError(f'skips is "A", "B" or "C", got {skips!r}')
+    if noise_at not in ("unit", "branch"):
+        raise ValueError(f'noise_at is "unit" or "branch", got {noise_at!r}')
     if len(blocks) != len(widths) or min(blocks) < 1:
         raise ValueError(f"blocks is the number of blocks in each of {len(widths)} stages, got {tuple(blocks)}")
     a = first_width
@@ -142,7 +153,9 @@ def residual_net(
             first = named(norm=make.norm(a), relu=make.relu(a)) if preact else None
             inside, b = branch(make, a, width, stride, preact)
             skip = _skip(make, a, b, stride, skips, preact)
-            stages[-1][f"block{i + 1}"] = Residual(inside, skip, noise, first, None if preact else make.relu(b))
+            noisy = InputNoise(noise, noise_per) if noise else nn.Identity()
+            relu = None if preact else make.relu(b)
+            stages[-1][f"block{i + 1}"] = Residual(inside, skip, noisy, first, relu, noise_at)
             a = b
     if last_activation:
         stages[-1]["last"] = named(norm=make.norm(a), relu=make.relu(a))
@@ -240,19 +253,24 @@ def resnet_cifar(
     width: int = 16,
     skips: str = "A",
     noise: float = 0.0,
+    noise_at: str = "unit",
+    noise_per: str = "element",
 ) -> Chain:
     """The ResNets of He et al. 2015 for CIFAR: depth 6n + 2, stages of `width`, twice and four times as many channels.
 
     Depth 110 is the network of ruff2020. Depth 20 with 96 channels and skips "B" is defazio2018's "non-bottleneck wide
     ResNet network with 20 convolutions, 96 initial planes [...] and 9.7m parameters" (section 6.1): it has 9.7 M
     parameters, and 20 layers if the classifier counts and the skips do not.
+
+    `noise`: the amplitude of `InputNoise` at each residual unit, at what the whole unit or only its branch reads, per
+    element or per channel.
     """
     n, rest = divmod(depth - 2, 6)
     if rest or n < 1:
         raise ValueError(f"depth is 6n + 2 (20, 32, 44, 56, 110, ...); got {depth}")
     return residual_net(
         make, in_shape, classes, blocks=(n, n, n), widths=(width, 2 * width, 4 * width), first_width=width,
-        branch=basic, skips=skips, stem="cifar", noise=noise,
+        branch=basic, skips=skips, stem="cifar", noise=noise, noise_at=noise_at, noise_per=noise_per,
     )  # fmt: skip
 
 

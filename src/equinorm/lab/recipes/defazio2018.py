@@ -43,16 +43,18 @@ def with_mixup(run: Run) -> Run:
 
 
 NETWORK = """\
-A wide ResNet (not pre-activation) with 20 layers and 96 planes, 9.7 M parameters, He initialization by fan-out; 4
-pixels of padding, random 32 x 32 crops and flips; SGD with momentum 0.9, weight decay 1e-4 on all parameters, batch
-128."""
+A wide ResNet with 20 layers and 96 planes, 9.7 M parameters, He initialization by fan-out (that its blocks are not
+pre-activation is our reading: the number of parameters does not tell); 4 pixels of padding, random 32 x 32 crops and
+flips; SGD with momentum 0.9, not Nesterov's, weight decay 1e-4 on all parameters, batch 128. GN has 32 groups, which
+the paper does not give."""
 CHOSEN = """\
 EquiNorm is the single-pass variant, as in all of the paper's experiments, with balanced initialization and inputs in
 [0, 1] (the paper recommends to leave out input normalization; for BN and GN the paper is silent and inputs are
 normalized per channel). bfloat16 with float32 weights on a GPU."""
 MANIFOLD = """\
 Manifold mixup with alpha = 6 (from figure 4's captions), at the input or behind the first or second stage, one λ per
-batch, as in Verma et al.'s code."""
+batch, as in Verma et al.'s code; the loss is the cross-entropy with mixed targets, where that code has a binary one for
+each class."""
 
 # -- figure 2 and the quarter-batch claim (section 6.1) ----------------------------------------------------------------
 
@@ -101,7 +103,7 @@ QUARTER_CLAIM = Artifact(
             lambda means: means[QUARTER, "CIFAR-10"] > means["BN", "CIFAR-10"],
         ),
         Claim(
-            "and of EquiNorm with all of it",
+            "and of EquiNorm with all of it (ours)",
             lambda means: means[QUARTER, "CIFAR-10"] > means["EquiNorm", "CIFAR-10"],
         ),
     ),
