@@ -88,7 +88,7 @@ def test_the_list_is_the_one_that_was_asked_for() -> None:
     assert Counter(ruff.values()) == {2: 4, 1: 7}
     assert set(seeds_by_cell("repro-figure2").values()) == set(seeds_by_cell("repro-figure3").values()) == {5}
     tunings = {run.key for name in stock2019.TUNINGS for run in find(name).runs()}
-    names = ("tuning-fc", "tuning-nv", "tuning-nv-implicit")
+    names = ("tuning-fc", "tuning-nv", "tuning-small", "tuning-nv-implicit")
     assert {run.key for name in names for run in item(name).runs(all_artifacts())} == tunings
 
 

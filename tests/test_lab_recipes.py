@@ -36,7 +36,7 @@ every_computed = pytest.mark.parametrize("name", [name for name, a in ARTIFACTS.
 def test_every_promised_artifact_is_there() -> None:
     stock = [*(f"table{i}" for i in range(1, 7)), *(f"figure{i}" for i in range(4, 11))]
     promised = {
-        "stock2019": [*stock, "tuning-fc", "tuning-cifar-nv"],
+        "stock2019": [*stock, "tuning-fc", "tuning-cifar-nv", "tuning-small-batches"],
         "defazio2018": ["figure2", "figure3", *(f"figure4{panel}" for panel in "abcd"), "quarter"],
         "ruff2020": ["table1", *(f"figure{i}" for i in range(1, 6)), "deflation", "effective-rate"],
         "repro2019": ["figure2", "figure3"],
@@ -422,14 +422,19 @@ def tuned(name: str, best: int) -> tuple[common.Chosen, Means]:
 @pytest.mark.parametrize("best", [0, 2])
 def test_a_tuning_decides_what_the_recipe_uses(name: str, best: int) -> None:
     chosen, means = tuned(name, best)
+    others = [tuned(other, best)[0] for other in stock2019.TUNINGS]
     assert set(chosen[name]) == {candidate.row for candidate in stock2019.TUNINGS[name]}
-    made = {artifact.name: artifact for artifact in stock2019.artifacts(chosen)}
+    made = {artifact.name: artifact for artifact in stock2019.artifacts({k: v for o in others for k, v in o.items()})}
     (claim,) = made[name].claims
     assert claim.holds(means)
     assert not claim.holds({**means, next(place for place, value in means.items() if value == 51): math.nan})
-    figure, row, column = ("figure4", "Path-SGD", "19") if "fc" in name else ("table2", "GN", "32")
+    figure, row, column, place = {
+        stock2019.FC_TUNING: ("figure4", "Path-SGD", "19", 19),
+        stock2019.NV_TUNING: ("table2", "GN", "32", 0.0),
+        stock2019.SMALL_TUNING: ("table3", "BN", "16", 8),
+    }[name]
     (cell,) = made[f"stock2019/{figure}"].part([row], [column]).cells
-    settings = chosen[name][row][19 if "fc" in name else 0.0]
+    settings = chosen[name][row][place]
     assert cell.runs[0].optim.lr == settings["lr"]
     assert cell.runs[0].model.options.get("norm_options", {}).get("groups") == settings.get("groups")
     assert f"chosen on {name}" in made[f"stock2019/{figure}"].protocol
@@ -448,6 +453,19 @@ def test_provisional_settings_are_among_the_candidates() -> None:
         candidates = stock2019.TUNINGS[f"stock2019/tuning-{name}"]
         tried = [(c.row, c.at, c.settings) for c in candidates]
         assert all((row, at, s) in tried for row, places in provisional.items() for at, s in places.items())
+
+
+def test_small_batches_keep_what_else_was_chosen() -> None:
+    chosen = {stock2019.NV_TUNING: {"GN": {0.0: {"lr": 0.1, "groups": 4}, 0.9: {"lr": 0.1, "groups": 8}}}}
+    chosen[stock2019.SMALL_TUNING] = {"GN": {8: {"lr": 0.01}, 32: {"lr": 0.05}}}
+    tables = {artifact.name: artifact for artifact in stock2019.artifacts(chosen)}
+
+    def used(table: int, batch: int) -> tuple[float, int]:
+        (cell,) = tables[f"stock2019/table{table}"].part(["GN"], [str(batch)]).cells
+        return cell.runs[0].optim.lr, cell.runs[0].model.options["norm_options"]["groups"]
+
+    assert [used(3, batch) for batch in (8, 32, 128)] == [(0.01, 8), (0.05, 8), (0.1, 8)]
+    assert [used(2, batch) for batch in (8, 32, 128)] == [(0.1, 4)] * 3
 
 
 def test_plain_biases_count_as_lost_by_nan_or_chance() -> None:
