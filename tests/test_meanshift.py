@@ -587,6 +587,19 @@ def test_deepcopy_and_state_dict_of_the_whole(attached: bool) -> None:
     assert loaded.state_dict() == msr.state_dict()
 
 
+def test_a_loaded_state_is_counted_on_where_captured_steps_count() -> None:
+    net = rejecting()
+    optimizer = torch.optim.SGD(parameter_groups(net), lr=0.1)
+    msr = MeanShiftRejection(net, optimizer, max_step=1e-6)
+    msr.attach()
+    step(net, optimizer, images())
+    counter, state = msr._limited, msr.state_dict()
+    step(net, optimizer, images())
+    msr.load_state_dict(state)
+    assert msr._limited is counter
+    assert msr.limited == 1.0
+
+
 def test_deepcopy_state_dict_and_pickle_of_the_model() -> None:
     net, x = rejecting(), images()
     with torch.no_grad():
