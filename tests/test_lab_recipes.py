@@ -455,6 +455,13 @@ def test_provisional_settings_are_among_the_candidates() -> None:
         assert all((row, at, s) in tried for row, places in provisional.items() for at, s in places.items())
 
 
+def test_a_protocol_speaks_of_the_choices_of_its_own_rows() -> None:
+    assert stock2019.TUNED not in find("stock2019/figure4").protocol
+    assert stock2019.TUNED in find("stock2019/figure4-tuned").protocol
+    assert "Impl" not in find("stock2019/table3").protocol
+    assert "ENorm-Impl-1.2 at" in find("stock2019/table6").protocol
+
+
 def test_small_batches_keep_what_else_was_chosen() -> None:
     chosen = {stock2019.NV_TUNING: {"GN": {0.0: {"lr": 0.1, "groups": 4}, 0.9: {"lr": 0.1, "groups": 8}}}}
     chosen[stock2019.SMALL_TUNING] = {"GN": {8: {"lr": 0.01}, 32: {"lr": 0.05}}}

@@ -557,6 +557,17 @@ def test_a_few_values_far_below_do_not_flatten_the_others() -> None:
     assert "↓ 10" in drawn(result)
 
 
+def test_values_far_below_in_one_column_stand_above_each_other() -> None:
+    cells = tuple(Cell(row, str(d), seeds(run_of(row, d), 1)) for row in ("Baseline", "BN", "GN") for d in range(5))
+    artifact = Artifact("fake/x", "x", "x", "x", cells, kind="lines")
+    records = {c.runs[0].key: record_of(c.runs[0], 10.0 if c.column == "4" and c.row != "GN" else 54.0 + int(c.column))
+               for c in cells}  # fmt: skip
+    made = figures.draw(evaluate(artifact, records))
+    assert made is not None
+    heights = [text.xyann[1] for text in made.axes[0].texts if text.get_text() == "↓ 10"]
+    assert len(set(heights)) == 2
+
+
 METHODS = ["Baseline", "BN", "BatchNorm", "ENorm", "ENorm-1.2", "lr = 0.1", "lr = 0.4", "x", "ENorm + BN", "GN",
            "ENorm + bias, safe", "ENorm + bias, plain", "CZMIG"]  # fmt: skip
 

@@ -172,7 +172,8 @@ def apply_mean_shift_rejection_(
     Spatial are convolutions whose window has more than one point. The first of them is left as it is: a shift
     of its input, the data, is information (ruff2020, section 1). "First" is by registration; with
     `example_inputs` (a tensor, a tuple of arguments or a dict of keyword arguments) by execution. `scale_first`
-    makes e^g · V of it too, of unit length but with its mean (section 3.1 has "each" kernel).
+    makes e^g · V of it too, with V of unit length but not zero-mean (section 3.1 has "each" kernel).
+    `exclude_first=False` treats it as all others.
 
     `log_gain`: ruff2020 sets e^g to 0.8 and says that smaller values start better. The default fits deep
     residual networks, where every block adds to the stream. In a chain without skips each layer multiplies

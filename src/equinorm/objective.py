@@ -212,10 +212,7 @@ class Objective:
 
     def load(self, tensors: Callable[[str], Tensor]) -> None:
         """Read the weights: reduce every parameter to its matrices."""
-        found = [tensors(x.name).detach() for x in self.layouts]
-        self.matrices = [
-            x.reduce(tensor, self.p, self.dtype).to(self.device) for x, tensor in zip(self.layouts, found, strict=True)
-        ]
+        self.matrices = [x.reduce(tensors(x.name).detach(), self.p, self.dtype).to(self.device) for x in self.layouts]
         for matrices, cancels in zip(self.matrices, self._cancels, strict=True):
             if cancels is not None:
                 matrices.masked_fill_(cancels, 0.0)
@@ -298,7 +295,7 @@ def times(matrices: Tensor, vectors: Tensor) -> Tensor:
     """A batch of matrices times a batch of vectors (one fast product for each shape that occurs)."""
     batch, rows, columns = matrices.shape
     if batch == 1:
-        return torch.mv(matrices.view(rows, columns), vectors.view(columns))[None]
+        return torch.mv(matrices.squeeze(0), vectors.squeeze(0))[None]
     if rows == 1 or columns == 1:
         return (matrices * vectors[:, None, :]).sum(-1)
     return torch.bmm(matrices, vectors[:, :, None])[:, :, 0]

@@ -186,8 +186,8 @@ class Estimate:
         return self.floor + (self.alone - self.floor) / k
 
 
-# Seconds per step on an H200 as (alone, floor), with the batch they belong to. They serve until the store has runs of
-# the same kind.
+# Measured seconds per step on an H200 as (alone, floor), with the batch they belong to. They serve until the store has
+# runs of the same kind.
 STEP = {
     "fc": (9.0e-4, 1.6e-4, 256),
     "cifar_nv": (1.7e-3, 1.4e-3, 128),
@@ -297,7 +297,7 @@ def table(standings: Sequence[Standing]) -> str:
     """The list as text: item, runs done and wanted, minutes left."""
     lines = [("item", "artifact", "done", "minutes left", "")]
     for s in standings:
-        note = f"{s.item.note} (after {s.item.after})" if s.waits else s.item.note
+        note = f"{s.item.note} (after {s.item.after})" if s.waits and s.missing else s.item.note
         done = f"{len(s.wanted) - len(s.missing)}/{len(s.wanted)}"
         lines.append((s.item.name, s.item.artifact, done, _minutes(s.seconds), note))
     wanted, missing = ({run.key for s in standings for run in getattr(s, name)} for name in ("wanted", "missing"))

@@ -90,6 +90,11 @@ def with_final_norm(run: Run, row: str) -> Run:
     return run if row in NORMS else changed(run, final_norm="batchnorm")
 
 
+def _of(rows: Iterable[str], choices: Choices) -> Choices:
+    """What was chosen for these rows; others have nothing to choose."""
+    return {row: choices[row] for row in rows if row in choices}
+
+
 def candidate_cell(candidate: Candidate, where: str) -> Cell:
     """A cell of a tuning artifact. `where` makes a row of a candidate's row and place: "{}, {:g} layers"."""
     row, text = where.format(candidate.row, candidate.at), setting_text(candidate.settings)
@@ -133,7 +138,7 @@ FC_PROVISIONAL: dict[str, Places] = {
     "Path-SGD": {5: {"lr": 0.005}, 11: {"lr": 0.005}, 19: {"lr": 0.005}},
     "ENorm-1": {5: {"lr": 0.05}, 11: {"lr": 0.05}, 19: {"lr": 0.05}},
     "ENorm-1.1": {5: {"lr": 0.05}, 11: {"lr": 0.05}, 19: {"lr": 0.05}},
-    TUNED: {5: {"lr": 0.05}, 11: {"lr": 0.05}, 19: {"lr": 0.05}},
+    TUNED: {at: {"lr": 0.005} for at in (5, 11, 19)},  # not that of another row, whose runs would pass for tuned ones
     **{row: {11: {"lr": 0.05, "decay": 1.0}, 19: {"lr": 0.05, "decay": 1.0}} for row in IMPLICIT},
 }
 
@@ -239,7 +244,9 @@ def _fall(means: Means, row: str) -> float:
 
 def fc_figures(choices: Choices) -> list[Artifact]:
     """Figures 4, 8 and 10 and the variants of figure 4, with what was chosen for them."""
-    protocol = fc_protocol(choices)
+
+    def protocol(*rows: str) -> str:
+        return fc_protocol(_of(rows, choices))
 
     def run(row: str, depth: int) -> Run:
         return fc_run(row, depth, fc_settings(choices, row, depth))
@@ -254,7 +261,7 @@ def fc_figures(choices: Choices) -> list[Artifact]:
         title="Fully connected nets on CIFAR-10: test accuracy over depth",
         says="The baseline decreases substantially with depth, BN slowly; ENorm with c = 1.2 outperforms the baseline, "
         "BN, GN and Path-SGD in all cases.",
-        protocol=protocol,
+        protocol=protocol(*FIGURE_4_ROWS),
         cells=grid(FIGURE_4_ROWS, DEPTHS, run, n=FC_RUNS),
         claims=(
             _ahead_in_all_cases("ENorm-1.2"),
@@ -278,9 +285,9 @@ def fc_figures(choices: Choices) -> list[Artifact]:
         title="Implicit ENorm, fully connected nets on CIFAR-10",
         says="Implicit ENorm is generally better than the baseline but does not outperform explicit ENorm, in "
         "particular in deep nets.",
-        protocol=f"{protocol}\nThe rescaling coefficients start at 1 and are trained with the weights at the same "
-        "learning rate. The penalty takes the place of weight decay; its factor λ, cross-validated in the paper, is "
-        "given in units of that weight decay (with c > 1 in the geometric mean over the layers).",
+        protocol=f"{protocol(*IMPLICIT)}\nThe rescaling coefficients start at 1 and are trained with the weights at "
+        "the same learning rate. The penalty takes the place of weight decay; its factor λ, cross-validated in the "
+        "paper, is given in units of that weight decay (with c > 1 in the geometric mean over the layers).",
         cells=grid(("Baseline", *IMPLICIT, "ENorm-1.2"), DEPTHS, run, n=FC_RUNS),
         claims=(
             Claim(
@@ -303,7 +310,7 @@ def fc_figures(choices: Choices) -> list[Artifact]:
         name="stock2019/figure10",
         title="Norm of a network in training, with and without ENorm",
         says="ENorm consistently leads to a lower energy.",
-        protocol=f"{protocol}\nThree intermediary layers; the l2 norm of all weights after each epoch.",
+        protocol=f"{protocol('ENorm-1')}\nThree intermediary layers; the l2 norm of all weights after each epoch.",
         cells=grid(
             ("Baseline", "ENorm-1"), (3,), lambda row, depth: replace(run(row, depth), record=("energy",)), n=FC_RUNS
         ),
@@ -318,9 +325,9 @@ def fc_figures(choices: Choices) -> list[Artifact]:
         name="stock2019/variants",
         title="ENorm-1.2 at both ends of figure 4, one thing at a time (ours)",
         says="Nothing: these are our own tries, with the shallowest and the deepest nets of figure 4.",
-        protocol=f"{protocol}\nHere: ENorm-1.2 with one choice changed in each row; in figure 4 its learning rates "
-        "are 0.05 with 1 layer and 0.01 with 19. BN has the same warm-up once, at its published rates. Nothing was "
-        "chosen by these runs.",
+        protocol=f"{protocol('GN')}\nHere: ENorm-1.2 with one choice changed in each row; in figure 4 its learning "
+        "rates are 0.05 with 1 layer and 0.01 with 19. BN has the same warm-up once, at its published rates. Nothing "
+        "was chosen by these runs.",
         cells=grid((*VARIANTS, "BN", BN_WARMED_UP, "GN"), (1, 19), variant, n=FC_RUNS),
         x_label="intermediary layers",
         shrink=repro2019.shrink,
@@ -329,8 +336,8 @@ def fc_figures(choices: Choices) -> list[Artifact]:
         name="stock2019/figure4-tuned",
         title="Figure 4 with learning rates chosen for ENorm-1.2 as for the others (ours)",
         says="Nothing of these rates: that ENorm-1.2 is ahead in all cases is said of those in figure 4.",
-        protocol=f"{protocol}\nFor ENorm-1.2 the authors gave 0.05, and 0.01 with 17 and 19 layers; for BN 0.1. Here "
-        "the rates of ENorm-1.2 are chosen on held-out images, as those of the others are.",
+        protocol=f"{protocol('GN', 'Path-SGD', TUNED)}\nFor ENorm-1.2 the authors gave 0.05, and 0.01 with 17 and 19 "
+        "layers; for BN 0.1. Here the rates of ENorm-1.2 are chosen on held-out images, as those of the others are.",
         cells=grid(("Baseline", "BN", "GN", "Path-SGD", TUNED), DEPTHS, run, n=FC_RUNS),
         claims=(_ahead_in_all_cases(TUNED),),
         kind="lines",
@@ -539,7 +546,7 @@ def nv_table(number: int, momentum: float, implicit: bool, choices: Choices, sma
         name=f"stock2019/table{number}",
         title=f"CIFAR-NV on CIFAR-10, {'with' if momentum else 'no'} momentum",
         says=IMPLICIT_SAYS if implicit else EXPLICIT_SAYS,
-        protocol=nv_protocol(choices, small),
+        protocol=nv_protocol(_of(rows, choices), _of(rows, small)),
         cells=grid(
             rows,
             batches,

@@ -166,6 +166,7 @@ def _lines(result: Result) -> Figure:
     chosen = looks(result.rows)
     drawn = {row: chosen[row] for row in result.rows if any(number.cell.row == row for number in shown)}
     floor = _floor([number.value for number in shown if number.values])
+    cut = -math.inf if floor is None else floor
     lost: list[tuple[float, Look, Number]] = []
     low: list[tuple[float, Look, Number]] = []
     for i, (row, look) in enumerate(drawn.items()):
@@ -174,9 +175,8 @@ def _lines(result: Result) -> Figure:
         found = [result.by_cell.get((row, column)) for column in result.columns]
         cells = [(x, number) for x, number in zip(moved, found, strict=True) if number is not None]
         points = [(x, number) for x, number in cells if number.values]
-        kept = [(x, number) for x, number in points if floor is None or number.value >= floor]
-        _one_line(axes, kept, look, result.artifact.band)
-        low += [(x, look, number) for x, number in points if (x, number) not in kept]
+        _one_line(axes, [(x, number) for x, number in points if number.value >= cut], look, result.artifact.band)
+        low += [(x, look, number) for x, number in points if number.value < cut]
         papers = [(x, _paper(number)) for x, number in cells if _paper(number) is not None]
         if papers:
             axes.plot(*zip(*papers, strict=True), color=look.colour, marker=look.marker, linestyle="", markersize=9,
