@@ -76,6 +76,9 @@ def test_the_list_is_the_one_that_was_asked_for() -> None:
     assert {column for (_, column), n in with_momentum.items() if n == 3} == {"128"}
     without = seeds_by_cell("table2-128", "table2-32")
     assert {(column, n) for (_, column), n in without.items()} == {("128", 1), ("32", 1)}
+    rates = seeds_by_cell("table3-rates")
+    assert rates == {(f"lr {lr}", row): n for lr, n in (("0.01", 1), ("0.05", 3)) for row in ("Baseline", "ENorm-1")}
+    assert rates.items() <= seeds_by_cell("table3-variants").items()
     assert set(seeds_by_cell("table6-128")) == {("ENorm-Impl-1", "128"), ("ENorm-Impl-1.2", "128")}
     assert seeds_by_cell("defazio-figure3") == {
         ("BN", "CIFAR-10"): 5,

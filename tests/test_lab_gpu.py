@@ -102,6 +102,34 @@ def test_a_changing_momentum_leaves_no_memory_behind(images: object) -> None:
     assert torch.cuda.memory_reserved() <= 1.1 * before
 
 
+def test_the_host_never_waits_for_a_run(images: object) -> None:
+    """Also where an epoch ends and filters are measured."""
+    run = replace(RUNS["msr"], record=("filters", "energy"), epochs=3, optim=Optim(0.1, momentum=0.9))
+    training = Training(run, Inputs(images, run))
+    drive(training, training.steps_per_epoch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while not training.finished:
+            training.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(drive(training).log) == 3
+
+
+def test_a_run_is_busy_until_its_turns_are_done(images: object) -> None:
+    training = Training(RUNS["fc"], Inputs(images, RUNS["fc"]))
+    torch.cuda.synchronize()
+    assert not training.busy
+    with torch.cuda.stream(training.stream):
+        torch.cuda._sleep(1_000_000_000)
+    training.turn(2, lambda: False)
+    assert not training.busy
+    training.turn(2, lambda: False)
+    assert training.busy
+    training.close()
+    assert not training.busy
+
+
 def test_side_by_side_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: object) -> None:
     monkeypatch.setattr("equinorm.lab.data.prepare", lambda *_: images)
     runs = [replace(run, seed=seed) for run in (RUNS["enorm"], RUNS["mixup"], RUNS["msr"]) for seed in range(2)]

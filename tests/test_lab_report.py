@@ -315,6 +315,7 @@ def test_gains_on_the_baseline_and_on_batchnorm() -> None:
     assert (glance.best, glance.peers) == ("ENorm-1.2 + BN", ("ENorm-1.2",))
     assert glance.cost == "5 s a run, 1.25 times Baseline"
     assert gains(result_of(computed_artifact())) == {}
+    assert gains(result_of(replace(lines_artifact(), compares=False))) == {}
 
 
 def test_nothing_is_best_if_nothing_beats_the_reference() -> None:

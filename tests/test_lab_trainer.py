@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -22,7 +23,7 @@ from equinorm.lab.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.schedules import Linear, Step, SuperConvergence
 from equinorm.lab.store import Record, Store
 from equinorm.lab.together import train_together
-from equinorm.lab.trainer import inputs_of, train, train_all
+from equinorm.lab.trainer import Job, _Grid, inputs_of, train, train_all
 from equinorm.lab.training import Inputs, Training, mixed_seed
 
 DIGITS = Data("digits", train=200)
@@ -170,6 +171,40 @@ def test_side_by_side_changes_nothing(tmp_path: Path) -> None:
     train_all(runs, three, side_by_side=3)
     for run in runs:
         assert one.get(run).epochs == three.get(run).epochs
+
+
+def test_what_runs_side_by_side_took_of_the_device_adds_up(tmp_path: Path) -> None:
+    runs = [replace(BASE, seed=seed) for seed in range(3)]
+    start = time.monotonic()
+    first = train_all(runs, Store(tmp_path / "two"), side_by_side=2).trained
+    assert 0 < sum(record.final["device_seconds"] for record in first) <= time.monotonic() - start
+    assert all(1 < record.together <= 2 for record in first[:2])
+    assert train(BASE, Store(tmp_path / "alone")).together == 1
+    assert replace(first[0], final={}, about={"side_by_side": 12}).together == 12  # a log of earlier days
+
+
+class Pretended:
+    """A run on a device that has enough to do, or has not."""
+
+    captured, finished, ahead, diverged = True, False, 0, None
+
+    def __init__(self, busy: bool) -> None:
+        self.busy, self.turns = busy, 0
+
+    def turn(self, steps: int, stop: object) -> None:
+        self.turns += 1
+
+    def collect(self) -> bool:
+        return False
+
+
+def test_a_run_with_short_steps_does_not_wait_for_one_with_long(tmp_path: Path) -> None:
+    long, short = Pretended(busy=True), Pretended(busy=False)
+    grid = _Grid(Store(tmp_path), torch.device("cpu"), 2, None, math.inf, math.inf, None, None)
+    grid.jobs = [Job(BASE, training, None, {}) for training in (long, short)]
+    for _ in range(3):
+        grid.advance(lambda: False)
+    assert (long.turns, short.turns) == (0, 3)
 
 
 def test_no_time_left_saves_and_a_second_call_goes_on(tmp_path: Path) -> None:

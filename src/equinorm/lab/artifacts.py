@@ -74,6 +74,7 @@ class Artifact:
     x_label: str = ""  # what the columns are
     band: Literal["std", "quartiles"] = "std"  # mean ± std, or median and quartiles, as the paper draws it
     tolerance: float = 0.5
+    compares: bool = True  # whether the rows are methods; of a tuning they are methods and places
     shrink: Callable[[Run], Run] | None = field(default=None, compare=False)  # one run at toy size
 
     def runs(self) -> tuple[Run, ...]:

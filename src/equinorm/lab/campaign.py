@@ -103,6 +103,13 @@ ITEMS = (
     Item("repro-figure3", "repro2019/figure3", n=5, note="the same with biases"),
     Item("tuning-nv", stock2019.NV_TUNING, rows=stock2019.nv_tuning_rows(EXPLICIT), note="for tables 2 and 3"),
     Item("table3-128", "stock2019/table3", columns=("128",), n=3, after="tuning-nv", note="momentum, batch 128"),
+    Item(
+        "table3-rates",
+        "stock2019/variants-cifar-nv",
+        rows=stock2019.NV_RATE_VARIANTS,
+        after="tuning-nv",
+        note="its learning rates at full length",
+    ),
     Item("tuning-small", stock2019.SMALL_TUNING, after="tuning-nv", note="learning rates for small batches"),
     Item("table3-32", "stock2019/table3", columns=("32",), n=1, after="tuning-small", note="momentum, batch 32"),
     Item("table2-128", "stock2019/table2", columns=("128",), n=1, after="tuning-nv", note="no momentum, batch 128"),
@@ -115,6 +122,12 @@ ITEMS = (
     Item("table5-128", "stock2019/table5", IMPLICIT, ("128",), n=1, after="tuning-nv-implicit", note="no momentum"),
     Item("defazio-figure2", "defazio2018/figure2", note="WRN, 300 epochs, and the quarter-batch claim"),
     Item("ruff-others", "ruff2020/table1", rows=OTHERS, n=1, note="the other rows of table 1"),
+    Item(
+        "table3-variants",
+        "stock2019/variants-cifar-nv",
+        after="tuning-nv",
+        note="what tables 2 and 3 leave open, one thing at a time",
+    ),
     Item("ruff-variants", "ruff2020/variants", note="what ruff2020 leaves open, one thing at a time"),
 )
 
@@ -217,7 +230,7 @@ class Speeds:
             seconds, device = record.final.get("seconds"), str(record.about.get("hardware", ""))
             fits = device.startswith(hardware) if hardware is not None else not device.startswith("CPU")
             if record.status == "finished" and seconds and fits:
-                k, times = int(record.about.get("side_by_side", 1)), _alone_to_floor(record.run)
+                k, times = record.together, _alone_to_floor(record.run)
                 floor = seconds / k / (1 + (times - 1) / k) / steps(record.run) / _size(record.run)
                 for kind in _kinds(record.run):
                     self._floors.setdefault(kind, []).append(floor)

@@ -56,6 +56,13 @@ class Record:
     final: dict[str, Any]  # test_accuracy (%), test_loss, train_loss, seconds; the reason of a divergence
     about: dict[str, Any] = field(default_factory=dict)  # versions, hardware, commit, command, started
 
+    @property
+    def together(self) -> float:
+        """How many runs shared the device while this one was trained; where it was not measured, how many might."""
+        if "device_seconds" in self.final:
+            return float(self.final["seconds"] / self.final["device_seconds"])
+        return float(self.about.get("side_by_side", 1))
+
 
 @dataclass(frozen=True)
 class Computed:

@@ -24,11 +24,13 @@ from .trainer import (
     Job,
     Outcome,
     about,
+    checkpoint_of,
     chosen_device,
     inputs_of,
     interruptible,
     load_checkpoint,
     save_checkpoint,
+    spent,
 )
 from .training import Training
 
@@ -65,7 +67,7 @@ def train_together(
         try:
             state = load_checkpoint(store.checkpoint(run))
             training = Training(run, inputs_of(run, data_dir, own), state and state["training"], rank, world)
-            job = Job(run, training, claim, about(own) | {"processes": world}, state["seconds"] if state else 0.0)
+            job = Job(run, training, claim, about(own) | {"processes": world}, *spent(state))
             stopped = _train(job, lambda: interrupted() or time.monotonic() > deadline, store, checkpoint_seconds, rank)
             if stopped:
                 outcome.unfinished, outcome.interrupted = [run], interrupted()
@@ -92,7 +94,7 @@ def _train(job: Job, must_stop: Callable[[], bool], store: Store, checkpoint_sec
         if (stop or due) and not training.finished:
             state = training.state_dict()
             if rank == 0:
-                save_checkpoint(store.checkpoint(job.run), {"training": state, "seconds": job.seconds})
+                save_checkpoint(store.checkpoint(job.run), checkpoint_of(job, state))
             saved = time.monotonic()
         if stop and not training.finished:
             return True

@@ -40,7 +40,8 @@ __all__ = ["Outcome", "about", "chosen_device", "train", "train_all"]
 
 AHEAD = 2  # epochs a run may be ahead of what the host has seen of it
 AGREE = 10  # steps after which processes that train together look whether to stop
-CHUNK = 16  # steps of one run before it is the next one's turn (CUDA)
+TURN = 16  # graphs of one run before it is the next one's turn (CUDA)
+GLANCE = 2e-4  # seconds between two looks at a device that has enough to do
 
 
 @dataclass
@@ -132,7 +133,8 @@ class Job:
     training: Training
     claim: Claim | None
     about: dict[str, Any]
-    seconds_before: float  # spent before it was last interrupted
+    seconds_before: float = 0.0  # spent before it was last interrupted
+    lent: float = 0.0  # of its seconds, what the runs beside it had of the device
     began: float = field(default_factory=time.monotonic)
     saved: float = field(default_factory=time.monotonic)
 
@@ -152,7 +154,8 @@ class Job:
 
     def record(self) -> Record:
         log, reason = self.training.log, self.training.diverged
-        final = log[-1] | {"seconds": self.seconds}
+        seconds = self.seconds
+        final = log[-1] | {"seconds": seconds, "device_seconds": seconds - self.lent}
         status: Literal["finished", "diverged"] = "finished" if reason is None else "diverged"
         return Record(self.run, status, tuple(log), final | ({"reason": reason} if reason else {}), self.about)
 
@@ -177,6 +180,7 @@ class _Grid:
         self.jobs: list[Job] = []
         self.outcome = Outcome()
         self._inputs: dict[Any, Inputs | Streamed] = {}
+        self._charged = time.monotonic()
 
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -198,7 +202,8 @@ class _Grid:
             claim.release()
             raise
         facts = about(self.device) | {"side_by_side": self.width}
-        self.jobs.append(Job(run, training, claim, facts, state["seconds"] if state else 0.0))
+        self._charge()
+        self.jobs.append(Job(run, training, claim, facts, *spent(state)))
 
     def inputs(self, run: Run) -> Inputs | Streamed:
         """The data a run wants, on the device; shared by all runs that want the same."""
@@ -212,16 +217,12 @@ class _Grid:
         moved = news = False
         for job in list(self.jobs):
             training = job.training
-            if not training.finished and training.ahead < AHEAD:
+            if not training.finished and training.ahead < AHEAD and not training.busy:
                 moved = True
-                for _ in range(CHUNK if training.captured else 1):
-                    training.step(CHUNK if training.captured else 1)
-                    if training.at_epoch_end or interrupted():
-                        break
+                training.turn(TURN if training.captured else 1, interrupted)
             news |= self._look_at(job)
-        if not moved and self.jobs and not news:  # the device is behind: wait for the one that began first
-            self.jobs[0].training.collect(wait=True)
-            self._look_at(self.jobs[0])
+        if not moved and not news:  # each has enough to do: those with short steps must not wait for the others' long
+            time.sleep(GLANCE)
         if news and self.watch is not None:
             self.watch(self.jobs)
 
@@ -234,7 +235,15 @@ class _Grid:
             self._save(job)
         return news
 
+    def _charge(self) -> None:
+        """Divide the time since the last call among the jobs in progress; to be called before these change."""
+        now = time.monotonic()
+        for job in self.jobs:
+            job.lent += (now - self._charged) * (1 - 1 / len(self.jobs))
+        self._charged = now
+
     def _finish(self, job: Job) -> None:
+        self._charge()
         record = job.record()
         self.store.write(record)
         self.store.checkpoint(job.run).unlink(missing_ok=True)
@@ -245,7 +254,8 @@ class _Grid:
             self.on_record(record)
 
     def _save(self, job: Job) -> None:
-        save_checkpoint(self.store.checkpoint(job.run), {"training": job.training.state_dict(), "seconds": job.seconds})
+        self._charge()
+        save_checkpoint(self.store.checkpoint(job.run), checkpoint_of(job, job.training.state_dict()))
         job.saved = time.monotonic()
 
     def suspend(self) -> None:
@@ -264,6 +274,15 @@ def inputs_of(run: Run, data_dir: Path | None, device: torch.device) -> Inputs |
     if datasets.is_streamed(run.data):
         return Streamed(find_folder(run.data.name, data_dir), run, device)
     return Inputs(datasets.prepare(run.data.name, run.data, data_dir, device), run)
+
+
+def checkpoint_of(job: Job, training: dict[str, Any]) -> dict[str, Any]:
+    return {"training": training, "seconds": job.seconds, "lent": job.lent}
+
+
+def spent(state: dict[str, Any] | None) -> tuple[float, float]:
+    """The seconds that a run has taken up to a checkpoint, and what of these it lent."""
+    return (state["seconds"], state.get("lent", 0.0)) if state else (0.0, 0.0)
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

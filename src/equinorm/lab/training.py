@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -270,7 +271,8 @@ class Training:
         self.total_steps = round(run.epochs * self.steps_per_epoch)
         self.done = 0
         self.log: list[dict[str, Any]] = []
-        self._pending: deque[tuple[int, Tensor, torch.cuda.Event | None, dict[str, Any]]] = deque()
+        self._pending: deque[tuple[int, Tensor, torch.cuda.Event | None, Extras]] = deque()
+        self._turns: deque[torch.cuda.Event] = deque()
         with self._context():
             self.parts = build(run, inputs)
         self._network: nn.Module = self.parts.model if world == 1 else DistributedDataParallel(self.parts.model)
@@ -423,18 +425,35 @@ class Training:
             self.tested += torch.stack([loss, (logits.argmax(1) == y).float().sum()])
         model.train()
 
+    def turn(self, steps: int, stop: Callable[[], bool]) -> None:
+        """Some steps, at most to the end of the epoch; where they are captured, so many graphs."""
+        for _ in range(steps):
+            self.step(steps)
+            if self.at_epoch_end or stop():
+                break
+        if self.captured:
+            with self._stream():
+                self._turns.append(_event())
+
+    @property
+    def busy(self) -> bool:
+        """Whether the device has more than one turn still to do."""
+        while self._turns and self._turns[0].query():
+            self._turns.popleft()
+        return len(self._turns) > 1
+
     def _report(self) -> None:
         """Send the metrics of the epoch that has ended on their way to the host, without waiting for them."""
         numbers = torch.cat([self.sums, self.tested])
-        event = None
         if self.world > 1:
             torch.distributed.all_reduce(numbers[:2])
             numbers[:2] /= self.world
+        extras = record(self.run, self.parts.model)
+        event = None
         if self.captured:
-            numbers = torch.empty(4, pin_memory=True).copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((self.done, numbers, event, record(self.run, self.parts.model)))
+            numbers, extras = _sent(numbers), {name: _each(values, _sent) for name, values in extras.items()}
+            event = _event()
+        self._pending.append((self.done, numbers, event, extras))
 
     @property
     def ahead(self) -> int:
@@ -451,7 +470,8 @@ class Training:
                     return found
                 event.synchronize()
             self._pending.popleft()
-            self.log.append({**self._metrics(done, *numbers.tolist()), **extras})
+            measured = {name: _each(values, Tensor.tolist) for name, values in extras.items()}
+            self.log.append(self._metrics(done, *numbers.tolist()) | measured)
             found, wait = True, False
         return found
 
@@ -591,6 +611,22 @@ class Training:
         return found | {"sums": self.sums, "cursor": self.cursor}
 
 
+def _each(tensors: dict[str, Tensor], do: Callable[[Tensor], Any]) -> dict[str, Any]:
+    return {name: do(tensor) for name, tensor in tensors.items()}
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    """The tensor as the host will have it when the stream has come here."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _event() -> torch.cuda.Event:
+    """Where the current stream is."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def _copied(tensors: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
     return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in tensors.items()}
 
@@ -614,20 +650,31 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 DEFLATED = 0.1  # of the largest filter of its layer
 
 
+Extras = dict[str, dict[str, Tensor]]
+
+
+@cache
+def _quantiles(device: torch.device) -> Tensor:
+    return torch.tensor(QUANTILES, dtype=torch.float64, device=device)
+
+
 @torch.no_grad()
-def record(run: Run, model: nn.Module) -> dict[str, Any]:
-    """The extras a run asks for: magnitudes of its filters (ruff2020), energy by layer (stock2019, figure 10)."""
-    extras: dict[str, Any] = {}
+def record(run: Run, model: nn.Module) -> Extras:
+    """The extras a run asks for: magnitudes of its filters (ruff2020), energy by layer (stock2019, figure 10).
+
+    They stay on the device: whoever waits for one run keeps those beside it waiting.
+    """
+    extras: Extras = {}
     if "filters" in run.record:
         layers = [norms for name, norms in filter_norms(model).norms.items() if model.get_parameter(name).ndim > 2]
         norms = torch.cat(layers).double()
         small = torch.cat([layer < DEFLATED * layer.max() for layer in layers]).double()
         extras["filters"] = {
-            "mean": float(norms.mean()),
-            "deflated": 100 * float(small.mean()),
-            "quantiles": torch.quantile(norms, norms.new_tensor(QUANTILES)).tolist(),
+            "mean": norms.mean(),
+            "deflated": 100 * small.mean(),
+            "quantiles": torch.quantile(norms, _quantiles(norms.device)),
         }
     if "energy" in run.record:
         energy = layer_energy(model)
-        extras["energy"] = {"norm": float(energy.norm), "layers": energy.energy.tolist()}
+        extras["energy"] = {"norm": energy.norm, "layers": energy.energy}
     return extras

@@ -372,7 +372,8 @@ def gains(result: Result) -> dict[str, Gains]:
 
     Only where more is better: accuracies of trained nets. Toy runs are not compared.
     """
-    if not result.artifact.metric.endswith("accuracy") or not result.records or result.toy:
+    compares = result.artifact.compares and result.artifact.metric.endswith("accuracy")
+    if not compares or not result.records or result.toy:
         return {}
     baseline, batch_norm = (
         next((row for row in result.rows if pattern.match(row)), None) for pattern in (_BASELINE, _BATCH_NORM)
@@ -381,15 +382,10 @@ def gains(result: Result) -> dict[str, Gains]:
     return {row: found for row, found in pairs.items() if found.first is not None}
 
 
-def together(record: Record) -> int:
-    """How many runs shared the device."""
-    return int(record.about.get("side_by_side", 1))
-
-
 def time_of(record: Record) -> float | None:
     """Seconds of the device that a run took: its share, where others ran beside it."""
     seconds = metric_of(record.final, "seconds")
-    return None if seconds is None else seconds / together(record)
+    return None if seconds is None else seconds / record.together
 
 
 def _gain(result: Result, row: str, reference: str | None) -> Gain | None:
@@ -402,7 +398,7 @@ def _gain(result: Result, row: str, reference: str | None) -> Gain | None:
             continue
         if ours.values and theirs.values:
             points.append(ours.value - theirs.value)
-            alone = all(together(r) == 1 for number in (ours, theirs) for r in number.records)
+            alone = all(r.together == 1 for number in (ours, theirs) for r in number.records)
             if alone and ours.seconds and theirs.seconds and _hardware(ours) == _hardware(theirs):
                 ratios.append(ours.seconds / theirs.seconds)
         rescued += bool(ours.values and not theirs.values)
