@@ -661,6 +661,14 @@ def test_the_page(written: report.Written) -> None:
     assert {"reproduced", "not reproduced", "not run", "measured"} == verdicts
 
 
+def test_panels_share_an_axis_unless_it_hides_what_they_show() -> None:
+    low, high = figures._common_limits([[90.0, 91.0], [91.0, 92.0], []])
+    assert low < 90 < 92 < high
+    assert figures._common_limits([[10.0, 11.0], [90.0, 91.0]]) is None
+    assert figures._common_limits([[90.0, 91.0], []]) is None
+    assert figures._common_limits([[90.0], [90.0]]) is None
+
+
 def test_writing_again_changes_nothing(written: report.Written) -> None:
     folder = written.readme.parent
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}

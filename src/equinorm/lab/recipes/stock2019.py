@@ -588,7 +588,6 @@ def nv_variants(choices: Choices) -> Artifact:
             lambda variant, row: NV_VARIANTS[variant](nv_run(row, 128, MOMENTUM, choices[row].places[MOMENTUM])),
             n=lambda variant, row: 3 if variant == "lr 0.05" else 1,
         ),
-        x_label="method",
         compares=False,
         shrink=toy_run,
     )

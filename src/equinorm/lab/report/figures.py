@@ -320,8 +320,7 @@ def _bars(result: Result) -> Figure:
     made = canvas(max(6.4, min(11.5, 1.6 + 0.42 * len(shown))), 4.4)
     axes = made.subplots()
     width = 0.8 / len(drawn)
-    candidates = [v for n in shown for v in (n.value, _paper(n), *(n.low_high or ()))]
-    values = [v for v in candidates if v is not None and math.isfinite(v)]
+    values = [v for number in shown for v in _seen(number)]
     cut = min(values, default=0.0) > 0.5 * max(values, default=0.0)  # far from 0: show the differences
     foot = math.floor(min(values) - 0.3 * (max(values) - min(values)) - 0.2) if cut else 0.0
     for i, (row, look) in enumerate(drawn.items()):
@@ -367,15 +366,18 @@ def _dots(result: Result) -> Figure:
     rows = [row for row in result.rows if any(number.cell.row == row for number in shown)]
     made, panels = _panels(len(columns), 3.4, 0.9 + 0.3 * len(rows), sharey=True)
     chosen = looks(result.rows)
-    for axes, column in zip(panels, columns, strict=True):
+    values = [[v for n in shown if n.cell.column == column for v in _seen(n)] for column in columns]
+    limits = _common_limits(values)
+    for axes, column, own in zip(panels, columns, values, strict=True):
         for y, row in enumerate(rows):
             number = result.by_cell.get((row, column))
             if number is not None:
                 _one_dot(axes, y, number, chosen[row])
-        values = [v for n in shown if n.cell.column == column for v in (n.value, _paper(n) or math.nan)]
-        positive = [v for v in values if v > 0]
+        positive = [v for v in own if v > 0]
         if positive and max(positive) > 50 * min(positive):
             axes.set_xscale("log")
+        elif limits is not None:
+            axes.set_xlim(*limits)
         elif positive:
             axes.margins(x=0.15)
         if len(columns) > 1:
@@ -393,6 +395,23 @@ def _dots(result: Result) -> Figure:
     papers = [_paper_handle("the paper")] * any(_paper(number) is not None for number in shown)
     _legend(made, [ours, *papers, *[_diverged_handle()] * any(number.diverged for number in shown)])
     return made
+
+
+def _seen(number: Number) -> list[float]:
+    """What is drawn of a number."""
+    found = (number.value, _paper(number), *(number.low_high or ()))
+    return [v for v in found if v is not None and math.isfinite(v)]
+
+
+def _common_limits(panels: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """One axis for all panels, so that they can be compared; None where it would flatten what most of them show."""
+    filled = [values for values in panels if values]
+    if len(filled) < 2:
+        return None
+    low, high = min(map(min, filled)), max(map(max, filled))
+    typical = statistics.median(max(values) - min(values) for values in filled)
+    room = 0.1 * (high - low)
+    return (low - room, high + room) if 0 < high - low <= 4 * typical else None
 
 
 def _one_dot(axes: Any, y: int, number: Number, look: Look) -> None:
