@@ -716,8 +716,13 @@ def test_toy_results_cannot_be_mistaken(tmp_path: Path) -> None:
     for path in (tmp_path / "toy" / "figures").glob("*.svg"):
         assert ">TOY</text>" in path.read_text()
     # the same records say nothing about the artifacts themselves
-    real = report.write(store, tmp_path / "real", artifacts)
-    assert not any(result.was_run for result in real.results)
+    with pytest.raises(UserError, match="holds toy runs only: say --toy"):
+        report.write(store, tmp_path / "real", artifacts)
+    assert not (tmp_path / "real").exists()
+    fill(Store(tmp_path / "real"), artifacts)
+    with pytest.raises(UserError, match="holds runs, but no toy runs: leave out --toy"):
+        report.write(Store(tmp_path / "real"), tmp_path / "toy", artifacts, toy=True)
+    report.write(Store(tmp_path / "real"), tmp_path / "real", artifacts)
     with pytest.raises(UserError, match="toy results: give another folder for measurements"):
         report.write(store, tmp_path / "toy", artifacts)
     with pytest.raises(UserError, match="measurements: give another folder for toy results"):

@@ -56,6 +56,8 @@ def write(
         require()
     scan = store.scan()
     results = tuple(_result(store, artifact, scan.records, toy) for artifact in chosen)
+    if not any(result.was_run for result in results):
+        _refuse_the_other_kind(store, chosen, scan.records, toy)
     folder = out / "figures"
     drawings: dict[str, str] = {}
     places: dict[str, Path] = {}
@@ -100,6 +102,15 @@ def _named_errors(out: Path) -> Iterator[None]:
 def _result(store: Store, artifact: Artifact, records: Mapping[str, Record], toy: bool) -> Result:
     computed = None if artifact.compute is None else store.computed(artifact.name, toy)
     return evaluate(artifact.toy() if toy else artifact, records, computed, toy)
+
+
+def _refuse_the_other_kind(
+    store: Store, chosen: Iterable[Artifact], records: Mapping[str, Record], toy: bool
+) -> None:  # fmt: skip
+    """An empty report would stand in the way of the one that was meant."""
+    if any(_result(store, artifact, records, not toy).was_run for artifact in chosen):
+        held, remedy = ("runs, but no toy runs", "leave out --toy") if toy else ("toy runs only", "say --toy")
+        raise UserError(f"{store.folder} holds {held}: {remedy}, or give another folder")
 
 
 def _draw(result: Result, folder: Path) -> tuple[str | None, tuple[Path, Path]]:
