@@ -22,11 +22,12 @@ from equinorm.lab.runs import Run
 from equinorm.lab.store import Record, Store
 from equinorm.lab.trainer import Outcome, save_checkpoint, train_all
 
-ABOUT = {"hardware": "NVIDIA H200", "side_by_side": 8}
 
-
-def record_of(run: Run, accuracy: float = 50.0, seconds: float = 24.0, **about: Any) -> Record:
-    return Record(run, "finished", (), {"test_accuracy": accuracy, "seconds": seconds}, ABOUT | about)
+def record_of(
+    run: Run, accuracy: float = 50.0, seconds: float = 24.0, together: int = 8, hardware: str = "NVIDIA H200"
+) -> Record:
+    final = {"test_accuracy": accuracy, "seconds": seconds, "device_seconds": seconds / together}
+    return Record(run, "finished", (), final, {"hardware": hardware})
 
 
 def records_of(runs: Iterable[Run], accuracy: float = 50.0) -> dict[str, Record]:
@@ -165,9 +166,11 @@ def test_estimates_come_from_runs_of_the_same_kind() -> None:
     assert speeds(FC).alone > speeds(FC).of(4) > speeds(FC).of(8) > speeds(FC).floor
     assert Speeds(records, "NVIDIA H200")(FC) == speeds(FC)
     assert Speeds(records, "NVIDIA A100")(FC) == Speeds()(FC)
-    on_cpu = [record_of(FC, seconds=1e4, hardware="CPU, 2 threads", side_by_side=1)]
+    on_cpu = [record_of(FC, seconds=1e4, hardware="CPU, 2 threads", together=1)]
     assert Speeds(on_cpu)(FC) == Speeds()(FC)
     assert Speeds(on_cpu, "CPU")(FC).alone == pytest.approx(1e4 + campaign.SET_UP)
+    guessed = [replace(record, final={"seconds": 24.0}, about=record.about | {"side_by_side": 8}) for record in records]
+    assert Speeds(guessed)(FC) == Speeds()(FC)
     lost = [replace(record, status="diverged") for record in records]
     assert Speeds(lost)(FC) == Speeds()(FC)
 

@@ -205,10 +205,11 @@ STEP = {
     "fc": (9.0e-4, 1.6e-4, 256),
     "cifar_nv": (1.7e-3, 1.4e-3, 128),
     "wrn_20_96": (5.2e-3, 4.0e-3, 128),
-    "resnet110": (6.0e-3, 1.9e-3, 128),
+    "resnet110": (6.0e-3, 2.0e-3, 128),
 }
 UNKNOWN = (1.0e-2, 5.0e-3, 128)
-SMALLEST = 0.15  # a step with very few images takes this part of one with a usual batch: it is bound by latency
+# What a step with very few images takes of one with a usual batch, alone and side by side: it is bound by latency.
+SMALLEST = (0.35, 0.15)
 SET_UP = 0.5  # seconds to build, trace and capture a run
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 604_388, "imagenet": 1_281_167, "digits": 1_437}
 TOY = Estimate(1.0, 1.0)
@@ -221,17 +222,20 @@ def steps(run: Run) -> float:
 
 
 class Speeds:
-    """Estimates from the runs that a store holds, and from a table where it holds none of the kind."""
+    """Estimates from the runs that a store holds, and from a table where it holds none of the kind.
+
+    Runs count whose part of the device was measured: how many might have run beside one says little.
+    """
 
     def __init__(self, records: Iterable[Record] = (), hardware: str | None = None) -> None:
         """`hardware`: the runs of which device count, by the beginning of its name; None: of any GPU."""
         self._floors: dict[Any, list[float]] = {}
         for record in records:
-            seconds, device = record.final.get("seconds"), str(record.about.get("hardware", ""))
+            seconds, device = record.final.get("device_seconds"), str(record.about.get("hardware", ""))
             fits = device.startswith(hardware) if hardware is not None else not device.startswith("CPU")
             if record.status == "finished" and seconds and fits:
                 k, times = record.together, _alone_to_floor(record.run)
-                floor = seconds / k / (1 + (times - 1) / k) / steps(record.run) / _size(record.run)
+                floor = seconds / (1 + (times - 1) / k) / steps(record.run) / _size(record.run)
                 for kind in _kinds(record.run):
                     self._floors.setdefault(kind, []).append(floor)
 
@@ -242,9 +246,8 @@ class Speeds:
             if kind in self._floors:
                 floor = statistics.median(self._floors[kind]) * steps(run) * _size(run)
                 return Estimate(floor * _alone_to_floor(run) + SET_UP, floor + SET_UP)
-        alone, floor, batch = STEP.get(run.model.name, UNKNOWN)
-        times = steps(run) * _size(run) * max(run.batch / batch, SMALLEST)
-        return Estimate(alone * times + SET_UP, floor * times + SET_UP)
+        alone, floor = (seconds * steps(run) * _size(run) for seconds in _step(run))
+        return Estimate(alone + SET_UP, floor + SET_UP)
 
 
 def _kinds(run: Run) -> Iterator[tuple[Any, ...]]:
@@ -261,8 +264,15 @@ def _size(run: Run) -> float:
     return (run.model.options["hidden"] + 2) / 21 if "hidden" in run.model.options else 1.0
 
 
+def _step(run: Run) -> tuple[float, float]:
+    """Seconds of a step in the largest net of the run's kind, alone and as one of very many."""
+    *seconds, batch = STEP.get(run.model.name, UNKNOWN)
+    alone, floor = (s * max(run.batch / batch, least) for s, least in zip(seconds, SMALLEST, strict=True))
+    return alone, floor
+
+
 def _alone_to_floor(run: Run) -> float:
-    alone, floor, _ = STEP.get(run.model.name, UNKNOWN)
+    alone, floor = _step(run)
     return alone / floor
 
 

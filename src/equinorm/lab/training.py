@@ -37,6 +37,7 @@ __all__ = ["Inputs", "Streamed", "Training", "precision"]
 
 TEST_BATCH = 2000
 AT_ONCE = 8  # steps in one graph at most
+FEW = 32  # images: kernels of such batches are small, and go first where others fill the device
 
 # -- what the runs of a process share ----------------------------------------------------------------------------------
 
@@ -284,7 +285,7 @@ class Training:
         self._generator = torch.Generator(self.device)
         self.captured = self.device.type == "cuda" and world == 1 and not inputs.streamed
         if self.captured:
-            self.stream = torch.cuda.Stream()
+            self.stream = torch.cuda.Stream(priority=-1 if run.batch <= FEW else 0)
             # One pool for all graphs of a run: they never run at once, and what one leaves there no other reads.
             # (With one for each, a schedule of the momentum would leave the memory of a graph behind every epoch.)
             self._pool = torch.cuda.graph_pool_handle()
