@@ -260,6 +260,7 @@ class _Grid:
 
     def suspend(self) -> None:
         """Save and let go of everything in progress."""
+        self._charge()
         while self.jobs:
             job = self.jobs.pop()
             try:
