@@ -580,8 +580,8 @@ def nv_variants(choices: Choices) -> Artifact:
         name="stock2019/variants-cifar-nv",
         title="Baseline and ENorm-1 of table 3 at batch 128, one thing at a time (ours)",
         says="Nothing: these are our own tries.",
-        protocol=f"{nv_protocol(_of(rows, choices), {})}\nHere: one choice changed in each row. Nothing was chosen by "
-        "these runs.",
+        protocol=f"{nv_protocol(_of(rows, choices), {})}\nHere: momentum, batch 128, one choice changed in each "
+        "row; n = 3 with lr 0.05, 1 elsewhere. Nothing was chosen by these runs.",
         cells=grid(
             NV_VARIANTS,
             rows,
