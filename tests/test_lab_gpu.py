@@ -102,7 +102,7 @@ def test_a_changing_momentum_leaves_no_memory_behind(images: object) -> None:
     assert torch.cuda.memory_reserved() <= 1.1 * before
 
 
-def test_the_host_never_waits_for_a_run(images: object) -> None:
+def test_steps_never_make_the_host_wait(images: object) -> None:
     """Also where an epoch ends and filters are measured."""
     run = replace(RUNS["msr"], record=("filters", "energy"), epochs=3, optim=Optim(0.1, momentum=0.9))
     training = Training(run, Inputs(images, run))

@@ -106,7 +106,7 @@ ITEMS = (
     Item(
         "table3-rates",
         "stock2019/variants-cifar-nv",
-        rows=stock2019.NV_RATE_VARIANTS,
+        rows=tuple(stock2019.NV_RATE_VARIANTS),
         after="tuning-nv",
         note="its learning rates at full length",
     ),
@@ -208,7 +208,8 @@ STEP = {
     "resnet110": (6.0e-3, 2.0e-3, 128),
 }
 UNKNOWN = (1.0e-2, 5.0e-3, 128)
-# What a step with very few images takes of one with a usual batch, alone and side by side: it is bound by latency.
+# What a step with very few images takes of one with a usual batch, alone (a guess) and side by side (measured for
+# CIFAR-NV): it is bound by latency.
 SMALLEST = (0.35, 0.15)
 SET_UP = 0.5  # seconds to build, trace and capture a run
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 604_388, "imagenet": 1_281_167, "digits": 1_437}

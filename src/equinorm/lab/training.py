@@ -371,6 +371,23 @@ class Training:
             with self._stream():
                 self._report()
 
+    def turn(self, steps: int, stop: Callable[[], bool]) -> None:
+        """Some steps, at most to the end of the epoch; where they are captured, so many graphs."""
+        for _ in range(steps):
+            self.step(steps)
+            if self.at_epoch_end or stop():
+                break
+        if self.captured:
+            with self._stream():
+                self._turns.append(_event())
+
+    @property
+    def busy(self) -> bool:
+        """Whether the device has more than one turn still to do."""
+        while self._turns and self._turns[0].query():
+            self._turns.popleft()
+        return len(self._turns) > 1
+
     def _begin_epoch(self, fresh: bool) -> None:
         with self._stream():
             self._fill_tables()
@@ -425,23 +442,6 @@ class Training:
             loss = F.cross_entropy(logits, y, reduction="sum")
             self.tested += torch.stack([loss, (logits.argmax(1) == y).float().sum()])
         model.train()
-
-    def turn(self, steps: int, stop: Callable[[], bool]) -> None:
-        """Some steps, at most to the end of the epoch; where they are captured, so many graphs."""
-        for _ in range(steps):
-            self.step(steps)
-            if self.at_epoch_end or stop():
-                break
-        if self.captured:
-            with self._stream():
-                self._turns.append(_event())
-
-    @property
-    def busy(self) -> bool:
-        """Whether the device has more than one turn still to do."""
-        while self._turns and self._turns[0].query():
-            self._turns.popleft()
-        return len(self._turns) > 1
 
     def _report(self) -> None:
         """Send the metrics of the epoch that has ended on their way to the host, without waiting for them."""
