@@ -88,3 +88,21 @@ def check_batch_norm(
     for mine, theirs in zip(tensors, exact, strict=True):
         assert mine.grad is not None
         assert_close(mine.grad, theirs.grad, mine.dtype if mine.dim() == 4 else torch.float16, 4 * steepest)
+
+
+def check_pool(kernels: Any, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+    """Few different values, so that the largest of a window is often there twice."""
+    x = (torch.randn(shape, device=device) * 2).round().to(dtype).contiguous(memory_format=torch.channels_last)
+    x.requires_grad_()
+    exact = x.detach().float().requires_grad_()
+    assert kernels.fits(x)
+    out = kernels.relu_max_pool(x)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    expected = F.max_pool2d(exact.relu(), 3, 2, 1)
+    assert torch.equal(out.float(), expected)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected.backward(grad.float())
+    assert x.grad is not None
+    assert exact.grad is not None
+    assert_close(x.grad, exact.grad, dtype)

@@ -8,8 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,14 +16,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._subclasses import FakeTensor
 
 import equinorm.equilibrium
 import test_equilibrium_gpu as gpu_tests
 from equinorm.equilibrium import equilibrate
 from equinorm.kernels import dispatch, operators
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
-from triton_interpreter import interpreted
+from triton_interpreter import Wrapped, interpreted
 
 fused = interpreted("equilibrium")
 small = interpreted("equilibrium")
@@ -663,19 +661,6 @@ def test_ordinary_tensors_on_cuda_only() -> None:
 
 
 # -- for torch.compile -----------------------------------------------------------------------------------------
-
-
-class Wrapped(NamedTuple):
-    """A kernel that can be interpreted, and does nothing to tensors without data."""
-
-    kernel: Any
-
-    def launch(self, grid: tuple[int, ...], *tensors: Any, **numbers: Any) -> None:
-        if not isinstance(tensors[0], FakeTensor):
-            self.kernel[grid](*tensors, **numbers)
-
-    def __getitem__(self, grid: Any) -> Any:
-        return partial(self.launch, grid)
 
 
 @pytest.fixture

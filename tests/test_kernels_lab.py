@@ -1,4 +1,4 @@
-"""Small convolutions and BatchNorm with what follows it, against torch, in Triton's interpreter."""
+"""Small convolutions, BatchNorm and pools with the ReLU beside them, against torch, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from equinorm.lab import models
 from equinorm.lab.models import fused
-from kernels_lab import assert_close, check_batch_norm, check_convolution
+from kernels_lab import assert_close, check_batch_norm, check_convolution, check_pool
 from triton_interpreter import interpreted
 
-convolution, batchnorm = interpreted("convolution"), interpreted("batchnorm")
+convolution, batchnorm, pooling = (interpreted(name) for name in ("convolution", "batchnorm", "pooling"))
 small = interpreted("batchnorm")
 small.TILE, small.SHARES = 64, 3  # so small that every loop runs several times
 quick = settings(max_examples=15, phases=(Phase.explicit, Phase.generate))
@@ -79,6 +79,27 @@ def test_what_does_not_fit(x: Tensor, why: str) -> None:
     assert not batchnorm.fits(x), why
 
 
+@quick
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_pool(shape: Any, dtype: torch.dtype) -> None:
+    check_pool(pooling, shape, dtype)
+
+
+def test_a_pool_in_several_tiles() -> None:
+    check_pool(pooling, (2, 96, 14, 13), torch.float32)
+
+
+def test_a_pool_of_nan() -> None:
+    x = torch.randn(1, 1, 5, 5).to(memory_format=torch.channels_last)
+    x[0, 0, 2, 3] = float("nan")
+    expected = nn.functional.max_pool2d(x.relu(), 3, 2, 1)
+    assert expected.isnan().sum() == 2
+    torch.testing.assert_close(pooling.relu_max_pool(x), expected, equal_nan=True)
+
+
 # -- in the networks ---------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +110,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def kernels(name: str, *_: Tensor | None) -> Any:
         asked.append(name)
-        return {"convolution": convolution, "batchnorm": small}[name]
+        return {"convolution": convolution, "batchnorm": small, "pooling": pooling}[name]
 
     monkeypatch.setattr(fused, "kernels", kernels)
     with fused.fused_kernels():
@@ -115,9 +136,31 @@ def test_residual_networks_compute_the_same(launched: list[str], skips: str) -> 
     assert "batchnorm" in launched
     launched.clear()
     found = outcome(model, x)
-    assert launched.count("batchnorm") == 6
+    assert launched.count("batchnorm") == (9 if skips == "B" else 7)
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("norm", ["none", "batchnorm", "groupnorm"])
+def test_chains_compute_the_same(launched: list[str], norm: str) -> None:
+    torch.manual_seed(0)
+    model = models.build("cifar_nv", classes=3, in_shape=(3, 12, 12), width=4, norm=norm)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.rand(4, 3, 12, 12).to(memory_format=torch.channels_last)
+    exact = outcome(copy.deepcopy(model).double(), x.double())
+    launched.clear()
+    found = outcome(model, x)
+    assert launched.count("pooling") == 2
+    assert launched.count("batchnorm") == 2 * (norm == "batchnorm")
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2), nn.MaxPool2d(3, 2, 1, ceil_mode=True)])
+def test_other_pools_are_for_torch(launched: list[str], pool: nn.Module) -> None:
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    assert torch.equal(fused.in_turn(nn.Sequential(nn.ReLU(), pool), x), pool(x.relu()))
+    assert not launched
 
 
 def test_small_convolutions_are_found(launched: list[str]) -> None:
@@ -137,11 +180,11 @@ def test_convolutions_take_in_what_follows(launched: list[str], norm: str, monke
     model = models.build("resnet_cifar", classes=3, in_shape=(3, 8, 8), depth=8, width=16, norm=norm)
     model = model.to(memory_format=torch.channels_last).half()  # type: ignore[call-overload]
     x = torch.rand(2, 3, 8, 8).half().to(memory_format=torch.channels_last)
-    rectified = []
+    rectified: list[int] = []
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: rectified.append(1) or torch.relu(x))
     found = outcome(model, x)
     assert launched.count("convolution") >= 4
-    assert len(rectified) == 1  # of the stem
+    assert not rectified
     exact = outcome(copy.deepcopy(model).double(), x.double())
     for name, tensor in found.items():
         assert_close(tensor, exact[name], torch.float16, scale=float(exact[name].abs().max()) + 10)

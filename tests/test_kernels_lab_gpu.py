@@ -1,4 +1,4 @@
-"""Small convolutions and BatchNorm with what follows it, against torch, on a GPU."""
+"""Small convolutions, BatchNorm and pools with the ReLU beside them, against torch, on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels_lab import check_batch_norm, check_convolution
+from kernels_lab import check_batch_norm, check_convolution, check_pool
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +32,14 @@ def test_batch_norm(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Non
 
     for plus, relu in product([False, True], [False, True]):
         check_batch_norm(batchnorm, shape, dtype, plus, relu, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(128, 128, 28, 28), (8, 256, 14, 14), (3, 96, 9, 7), (2, 5, 1, 1)])
+def test_pool(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    from equinorm.kernels import pooling
+
+    check_pool(pooling, shape, dtype, device="cuda")
 
 
 def test_the_same_numbers_every_time() -> None:

@@ -1,7 +1,8 @@
 """Kernels as operations of torch, for `torch.compile`: the code it generates launches them as it does its own.
 
 Of the many small sums over the weights of an EquiNorm layer it would make half a dozen kernels each way; ours are one
-each. The sums over inputs and gradients stay in plain torch, where they are taken on the way of something else.
+each. The sums over inputs and gradients stay in plain torch, where they are taken on the way of something else. And
+mean shift rejection's e^g · V is one kernel each way, with the sum for the gradient of g.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from . import meanshift
 from .equilibrium import (
     Convolution,
     Settings,
@@ -19,7 +21,9 @@ from .equilibrium import (
     transform_weight_backward,
 )
 
-__all__ = ["equilibrated", "equilibrated_backward"]
+__all__ = ["equilibrated", "equilibrated_backward", "scaled_kernel", "scaled_kernel_backward"]
+
+# -- EquiNorm ----------------------------------------------------------------------------------------------------------
 
 
 def _settings(groups: int, two_pass: bool, eps: float, dtype: torch.dtype) -> Settings:
@@ -91,3 +95,30 @@ def _backward(ctx: Any, grad: Tensor, grad_offset: Tensor, _: Any) -> tuple[Any,
 
 
 equilibrated.register_autograd(_backward, setup_context=_keep)
+
+
+# -- mean shift rejection ----------------------------------------------------------------------------------------------
+
+
+@triton_op("equinorm::scaled_kernel", mutates_args=())
+def scaled_kernel(V: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """e^g · V in precision `dtype`; `V` is `dense`, g contiguous."""
+    return meanshift.scale(V, g, dtype, kernel=wrap_triton(meanshift._scale))
+
+
+@triton_op("equinorm::scaled_kernel_backward", mutates_args=())
+def scaled_kernel_backward(grad: Tensor, V: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of V and g."""
+    return meanshift.scale_backward(grad, V, g, kernel=wrap_triton(meanshift._scale_backward))
+
+
+def _keep_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    V, g, _ = inputs
+    ctx.save_for_backward(V, g)
+
+
+def _backward_both(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *scaled_kernel_backward(grad, *ctx.saved_tensors), None
+
+
+scaled_kernel.register_autograd(_backward_both, setup_context=_keep_both)

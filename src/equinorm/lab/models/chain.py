@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ..data.augment import mix as mix_rows
+from .fused import in_turn
 
 __all__ = ["Chain", "Mix", "named"]
 
@@ -44,6 +45,6 @@ class Chain(nn.Module):
         for i, stage in enumerate(self.stages):
             if mix is not None and mix[0] == i:
                 x = mix_rows(x, mix[1], mix[2])
-            x = stage(x)
+            x = in_turn(stage, x)
         logits: Tensor = self.head(x)
         return logits

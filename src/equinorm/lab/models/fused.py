@@ -1,7 +1,7 @@
 """The same layers with fewer and better filled kernels, for those who ask for them:
 
     with fused_kernels():
-        loss = model(x).square().sum()    # small convolutions, and BatchNorm with the sum and ReLU that follow it
+        loss = model(x).square().sum()    # small convolutions; sum, ReLU and pool with the layer beside them
 
 Without, and wherever the kernels cannot be launched, the layers are what they are in torch.
 """
@@ -21,7 +21,7 @@ from ...kernels.dispatch import kernels
 from ...meanshift import ScaledKernel
 from ...weightnorm import originals
 
-__all__ = ["Conv2d", "add_and_rectify", "fused_kernels"]
+__all__ = ["Conv2d", "add_and_rectify", "fused_kernels", "in_turn"]
 
 _wanted = False
 
@@ -85,54 +85,89 @@ def _precision(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def add_and_rectify(branch: nn.Sequential, x: Tensor, plus: Tensor, relu: nn.Module) -> Tensor:
-    """`relu(branch(x) + plus)`; convolutions and BatchNorms take in the sum and the ReLU that follow them.
+def in_turn(sequence: nn.Module, x: Tensor) -> Tensor:
+    """`sequence(x)`; convolutions, BatchNorms and pools take in the ReLU beside them.
 
     Where somebody listens to one of the modules (a hook), each is called by itself.
     """
-    parts = list(branch)
-    if not _wanted or _listened_to([branch, *branch, relu]):
-        x, parts = branch(x), []
-    while parts:
-        part = parts.pop(0)
-        last = not parts
-        rectified = type(relu if last else parts[0]) is nn.ReLU
-        done = _rectified(part, x, plus if last else None) if rectified else None
+    return _in_turn([sequence], x)
+
+
+def add_and_rectify(branch: nn.Sequential, x: Tensor, plus: Tensor, relu: nn.Module) -> Tensor:
+    """`relu(branch(x) + plus)`, in the same way."""
+    return _in_turn([branch, relu], x, plus)
+
+
+def _in_turn(modules: list[nn.Module], x: Tensor, plus: Tensor | None = None) -> Tensor:
+    """One after the other; the last of x plus something."""
+    alone = not _wanted or _listened_to(modules)
+    parts = modules if alone else [part for module in modules for part in _flat(module)]
+    i = 0
+    while i < len(parts):
+        done, taken = (None, 0) if alone else _together(parts[i : i + 3], x, plus if i + 2 == len(parts) else None)
         if done is None:
-            x = part(x)
-        elif last:
-            return done
-        else:
-            x = done
-            parts.pop(0)
-    out: Tensor = relu(x + plus)
-    return out
+            if plus is not None and i + 1 == len(parts):
+                x = x + plus
+            done, taken = parts[i](x), 1
+        x, i = done, i + taken
+    return x
 
 
-def _rectified(part: nn.Module, x: Tensor, plus: Tensor | None) -> Tensor | None:
-    """relu(part(x) + plus), if there is a way to do it at once."""
-    if isinstance(part, Conv2d):
-        return part.rectified(x, plus)
-    return _batch_norm(part, x, plus)
+def _flat(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of sequences in sequences."""
+    if type(module) is not nn.Sequential:
+        yield module
+        return
+    for part in module:
+        yield from _flat(part)
 
 
-def _batch_norm(norm: nn.Module, x: Tensor, plus: Tensor | None) -> Tensor | None:
-    """relu(norm(x) + plus) in two kernels, if these can be launched."""
+def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[Tensor | None, int]:
+    """What the first of the parts, or the first two, make of x at once, and how many these are; None if that cannot be.
+
+    `plus` is added before the second of two.
+    """
+    first, (second, third) = parts[0], (*parts[1:], None, None)[:2]
+    if type(first) is nn.ReLU:
+        return _pooled(second, x), 2
+    if type(second) is nn.ReLU and not _is_pool(third):
+        return first.rectified(x, plus) if isinstance(first, Conv2d) else _batch_norm(first, x, plus, relu=True), 2
+    return _batch_norm(first, x), 1
+
+
+def _is_pool(module: nn.Module | None) -> bool:
+    """Whether it is one that can take in a ReLU."""
+    if type(module) is not nn.MaxPool2d or module.ceil_mode or module.return_indices:
+        return False
+    return (module.kernel_size, module.stride, module.padding, module.dilation) == (3, 2, 1, 1)
+
+
+def _pooled(pool: nn.Module | None, x: Tensor) -> Tensor | None:
+    """pool(relu(x)) in one kernel, if it can be launched."""
+    found = _kernels("pooling", x) if _is_pool(pool) else None
+    return found.relu_max_pool(x) if found is not None and found.fits(x) else None
+
+
+def _batch_norm(norm: nn.Module, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor | None:
+    """norm(x) + plus, or relu of that, in two kernels, if these can be launched."""
     if type(norm) is not nn.BatchNorm2d or not (norm.training and norm.affine) or norm.momentum is None:
         return None
     found = _kernels("batchnorm", x, plus, norm.weight, norm.bias)
     if found is None or norm.weight.dtype != torch.float32 or not found.fits(x, plus):
         return None
     running = norm.running_mean, norm.running_var, norm.num_batches_tracked
-    out: Tensor = found.batch_norm(
-        x, norm.weight, norm.bias, *running, norm.momentum, norm.eps, plus=plus, relu=True
-    )  # fmt: skip
+    out: Tensor = found.batch_norm(x, norm.weight, norm.bias, *running, norm.momentum, norm.eps, plus=plus, relu=relu)
     return out
 
 
 def _listened_to(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody listens to one of these, or to what a sequence among them consists of."""
     anywhere = (hooks._global_forward_hooks, hooks._global_forward_pre_hooks, hooks._global_backward_hooks)
     return any(anywhere) or any(
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or (type(part) is nn.Sequential and _listened_to(part))
         for part in modules
     )

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ...meanshift import InputNoise
 from .chain import Chain, named
-from .fused import add_and_rectify
+from .fused import add_and_rectify, in_turn
 from .norms import Layers, Role
 from .registry import model
 
@@ -60,7 +60,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.noise(x) if self.noise_at == "unit" else x
         y = self.first(x)
-        skipped = self.skip(y if self.skip_reads_first else x)
+        skipped = in_turn(self.skip, y if self.skip_reads_first else x)
         return add_and_rectify(self.branch, self.noise(y) if self.noise_at == "branch" else y, skipped, self.relu)
 
 
