@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import equinorm
 from equinorm.enormsgd import ENormSGD
+from never_waiting import never_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -276,12 +277,9 @@ def test_a_step_allocates_nothing_and_does_not_wait() -> None:
         step(model, optimizer, x, y)
         enorm.step()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for _ in range(3):
             enorm.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -420,11 +418,8 @@ def test_both_steps_at_once_allocate_nothing_and_do_not_wait() -> None:
     for number in range(2):
         step_on(number)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for number in range(2, 5):
             step_on(number)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert optimizer.why_not == ""
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -19,6 +19,7 @@ from equinorm.meanshift import (
     parameter_groups,
 )
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormLinear
+from never_waiting import never_waiting
 
 DEVICE = "cuda"
 """The comparison with the plain twin is also run on a CPU, in Triton's interpreter: test_kernels_equilibrium.py."""
@@ -286,13 +287,9 @@ def test_nothing_waits_for_the_device(training: Any) -> None:
     data = batches(4)
     step(model, optimizer, *data[0])
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         for x, y in data[1:]:
             step(model, optimizer, x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @each_training

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from equinorm.lab import trainer
 from equinorm.lab.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.schedules import Linear, Quadratic, SuperConvergence
 from equinorm.lab.store import Store
 from equinorm.lab.throughput import random_images
 from equinorm.lab.trainer import train_all
 from equinorm.lab.training import Inputs, Training
+from never_waiting import never_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -102,17 +104,25 @@ def test_a_changing_momentum_leaves_no_memory_behind(images: object) -> None:
     assert torch.cuda.memory_reserved() <= 1.1 * before
 
 
+def test_what_finished_runs_have_left_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: object
+) -> None:
+    monkeypatch.setattr("equinorm.lab.data.prepare", lambda *_: images)
+    monkeypatch.setattr(trainer, "FULL", 0.0)
+    held: list[int] = []
+    runs = [replace(RUNS["enorm"], seed=seed) for seed in range(6)]
+    train_all(runs, Store(tmp_path), side_by_side=1, on_record=lambda _: held.append(torch.cuda.memory_reserved()))
+    assert max(held[2:]) <= 1.1 * held[1]
+
+
 def test_steps_never_make_the_host_wait(images: object) -> None:
     """Also where an epoch ends and filters are measured."""
     run = replace(RUNS["msr"], record=("filters", "energy"), epochs=3, optim=Optim(0.1, momentum=0.9))
     training = Training(run, Inputs(images, run))
     drive(training, training.steps_per_epoch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         while not training.finished:
             training.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(drive(training).log) == 3
 
 

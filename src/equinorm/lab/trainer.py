@@ -7,6 +7,7 @@ go on. Ctrl-C, SIGTERM and the end of the time given save what is in progress an
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import shlex
@@ -42,6 +43,7 @@ AHEAD = 2  # epochs a run may be ahead of what the host has seen of it
 AGREE = 10  # steps after which processes that train together look whether to stop
 TURN = 16  # graphs of one run before it is the next one's turn (CUDA)
 GLANCE = 2e-4  # seconds between two looks at a device that has enough to do
+FULL = 0.5  # part of a device's memory that torch may hold when a run is started
 
 
 @dataclass
@@ -197,6 +199,7 @@ class _Grid:
                 self.outcome.known += 1
                 return
             state = load_checkpoint(self.store.checkpoint(run))
+            make_room(self.device)
             training = Training(run, self.inputs(run), state and state["training"])
         except BaseException:
             claim.release()
@@ -268,6 +271,15 @@ class _Grid:
             finally:
                 job.let_go()
             self.outcome.unfinished.append(job.run)
+
+
+def make_room(device: torch.device) -> None:
+    """Give back what finished runs have left, if that may be much: while a graph is captured, torch cannot do it."""
+    if device.type != "cuda":
+        return
+    if torch.cuda.memory_reserved(device) > FULL * torch.cuda.get_device_properties(device).total_memory:
+        gc.collect()  # a run refers to itself
+        torch.cuda.empty_cache()
 
 
 def inputs_of(run: Run, data_dir: Path | None, device: torch.device) -> Inputs | Streamed:

@@ -256,7 +256,7 @@ def _curves(result: Result) -> Figure:
         for number in shown:
             if number.cell.column == column:
                 _one_curve(axes, number, drawn[number.cell.row])
-        if len(columns) > 1:
+        if len(result.columns) > 1:
             axes.set_title(f"{result.artifact.x_label} {column}".strip(), loc="left", fontsize=10)
         axes.set_xlabel("epoch")
         axes.set_ylabel(_axis_name(result))
@@ -380,7 +380,7 @@ def _dots(result: Result) -> Figure:
             axes.set_xlim(*limits)
         elif positive:
             axes.margins(x=0.15)
-        if len(columns) > 1:
+        if len(result.columns) > 1:
             axes.set_title(f"{result.artifact.x_label} {column}".strip(), loc="left", fontsize=9.5)
         axes.set_xlabel(_axis_name(result) or column, fontsize=9)
         if axes.get_xscale() == "linear":

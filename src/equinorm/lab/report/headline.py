@@ -47,6 +47,7 @@ SETTINGS = (
         {NO_NORM: "Baseline", BATCH_NORM: "BN", "ENorm": "ENorm", "ENorm + BN": "ENorm + BN"},
     ),
     Setting("CIFAR-NV, batch 8, momentum (ENorm: c = 1)", "stock2019/table3", "8", _TABLE_3),
+    Setting("the same, batch 32", "stock2019/table3", "32", _TABLE_3),
     Setting("the same, batch 128", "stock2019/table3", "128", _TABLE_3),
     Setting(
         "WRN-20-96, 30 epochs, manifold mixup",
