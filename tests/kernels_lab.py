@@ -57,9 +57,16 @@ def check_convolution(
         assert_close(mine.grad, theirs.grad, mine.dtype, scale=many)
 
 
-def check_batch_norm(
-    kernels: Any, shape: tuple[int, int, int, int], dtype: torch.dtype, plus: bool, relu: bool, device: str = "cpu"
+def check_norm(
+    kernels: Any,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    plus: bool,
+    relu: bool,
+    groups: int = 0,
+    device: str = "cpu",
 ) -> None:
+    """BatchNorm, or GroupNorm with so many groups."""
     channels = shape[1]
     x = (2 * torch.randn(shape, device=device) + 3).to(dtype).contiguous(memory_format=torch.channels_last)
     added = torch.randn(shape, device=device).to(dtype) if plus else None  # not in channels_last
@@ -69,20 +76,26 @@ def check_batch_norm(
     running = [torch.randn(channels, device=device), torch.rand(channels, device=device)]
     exact_running = [t.double() for t in running]
     batches = torch.tensor(4, device=device)
-    assert kernels.fits(x, added)
-    out = kernels.batch_norm(x, weight, bias, *running, batches, 0.1, 1e-5, added, relu)
+    assert kernels.fits(x, added, groups)
+    if groups:
+        out = kernels.group_norm(x, groups, weight, bias, 1e-5, added, relu)
+        expected = F.group_norm(exact[0], groups, exact[1], exact[2], 1e-5)
+        variance = exact[0].detach().unflatten(1, (groups, -1)).var((2, 3, 4), correction=0)
+    else:
+        out = kernels.batch_norm(x, weight, bias, *running, batches, 0.1, 1e-5, added, relu)
+        expected = F.batch_norm(exact[0], *exact_running, exact[1], exact[2], True, 0.1, 1e-5)
+        variance = exact[0].detach().var((0, 2, 3), correction=0)
+        assert int(batches) == 5
     grad = torch.randn_like(out)
     out.backward(grad)
-    expected = F.batch_norm(exact[0], *exact_running, exact[1], exact[2], True, 0.1, 1e-5)
     expected = expected + exact[3] if plus else expected
-    steepest = float((exact[0].detach().var((0, 2, 3), correction=0) + 1e-5).rsqrt().max())
+    steepest = float((variance + 1e-5).rsqrt().max())
     largest = steepest * float(x.detach().abs().max())
     if relu:  # where rounding decides what is positive, follow it
         assert_close(out, expected.relu(), dtype, largest)
         expected = expected * (out > 0)
     expected.backward(grad.double())
     assert_close(out, expected, dtype, largest)
-    assert int(batches) == 5
     for mine, theirs in zip(running, exact_running, strict=True):
         assert_close(mine, theirs, torch.float32)
     for mine, theirs in zip(tensors, exact, strict=True):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from equinorm.lab import models
 from equinorm.lab.models import fused
-from kernels_lab import assert_close, check_batch_norm, check_convolution, check_pool
+from kernels_lab import assert_close, check_convolution, check_norm, check_pool
 from triton_interpreter import interpreted
 
-convolution, batchnorm, pooling = (interpreted(name) for name in ("convolution", "batchnorm", "pooling"))
-small = interpreted("batchnorm")
+convolution, normalization, pooling = (interpreted(name) for name in ("convolution", "normalization", "pooling"))
+small = interpreted("normalization")
 small.TILE, small.SHARES = 64, 3  # so small that every loop runs several times
 quick = settings(max_examples=15, phases=(Phase.explicit, Phase.generate))
 channels = st.sampled_from([16, 16, 32, 64])
@@ -50,14 +50,33 @@ def test_parts_of_the_weight_gradient_are_all_summed() -> None:
 
 @quick
 @given(
-    st.sampled_from([batchnorm, small]),
+    st.sampled_from([normalization, small]),
     st.tuples(st.integers(2, 5), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)),
     st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
     st.booleans(),
     st.booleans(),
 )
 def test_batch_norm(kernels: Any, shape: Any, dtype: torch.dtype, plus: bool, relu: bool) -> None:
-    check_batch_norm(kernels, shape, dtype, plus, relu)
+    check_norm(kernels, shape, dtype, plus, relu)
+
+
+@quick
+@given(
+    st.sampled_from([normalization, small]),
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.integers(2, 9), st.integers(1, 9)),
+    st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_group_norm(kernels: Any, sizes: Any, dtype: torch.dtype, plus: bool, relu: bool) -> None:
+    n, groups, each, height, width = sizes
+    check_norm(kernels, (n, groups * each, height, width), dtype, plus, relu, groups)
+
+
+def test_group_norm_of_values_far_from_zero() -> None:
+    x = (1000 + torch.randn(3, 4, 16, 16)).contiguous(memory_format=torch.channels_last)
+    out = small.group_norm(x, 2, torch.ones(4), torch.zeros(4), 1e-5)
+    assert_close(out, nn.functional.group_norm(x.double(), 2), torch.float16)
 
 
 def test_batch_norm_of_values_far_from_zero() -> None:
@@ -76,7 +95,7 @@ def test_batch_norm_of_values_far_from_zero() -> None:
     ],
 )
 def test_what_does_not_fit(x: Tensor, why: str) -> None:
-    assert not batchnorm.fits(x), why
+    assert not normalization.fits(x), why
 
 
 @quick
@@ -110,7 +129,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def kernels(name: str, *_: Tensor | None) -> Any:
         asked.append(name)
-        return {"convolution": convolution, "batchnorm": small, "pooling": pooling}[name]
+        return {"convolution": convolution, "normalization": small, "pooling": pooling}[name]
 
     monkeypatch.setattr(fused, "kernels", kernels)
     with fused.fused_kernels():
@@ -133,10 +152,9 @@ def test_residual_networks_compute_the_same(launched: list[str], skips: str) -> 
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.rand(4, 3, 8, 8).to(memory_format=torch.channels_last)
     exact = outcome(copy.deepcopy(model).double(), x.double())
-    assert "batchnorm" in launched
-    launched.clear()
+    assert "normalization" not in launched  # float64 is for torch
     found = outcome(model, x)
-    assert launched.count("batchnorm") == (9 if skips == "B" else 7)
+    assert launched.count("normalization") == (9 if skips == "B" else 7)
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
 
@@ -151,7 +169,7 @@ def test_chains_compute_the_same(launched: list[str], norm: str) -> None:
     launched.clear()
     found = outcome(model, x)
     assert launched.count("pooling") == 2
-    assert launched.count("batchnorm") == 2 * (norm == "batchnorm")
+    assert launched.count("normalization") == 2 * (norm != "none")
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
 
@@ -198,7 +216,7 @@ def test_hooks_still_hear_every_module(launched: list[str]) -> None:
             module.register_forward_hook(lambda *_, name=name: heard.append(name))
     model(torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last))
     assert len(heard) == 14
-    assert "batchnorm" not in launched
+    assert "normalization" not in launched
 
 
 def test_nothing_is_fused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

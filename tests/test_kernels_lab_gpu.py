@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels_lab import check_batch_norm, check_convolution, check_pool
+from kernels_lab import check_convolution, check_norm, check_pool
 
 pytestmark = pytest.mark.gpu
 
@@ -28,10 +28,21 @@ def test_convolution(dtype: torch.dtype, layout: torch.memory_format) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(128, 16, 32, 32), (128, 96, 32, 32), (128, 64, 8, 8), (3, 6, 5, 7), (2, 1, 1, 1)])
 def test_batch_norm(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-    from equinorm.kernels import batchnorm
+    from equinorm.kernels import normalization
 
     for plus, relu in product([False, True], [False, True]):
-        check_batch_norm(batchnorm, shape, dtype, plus, relu, device="cuda")
+        check_norm(normalization, shape, dtype, plus, relu, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((128, 128, 28, 28), 16), ((128, 96, 32, 32), 32), ((3, 6, 5, 7), 2), ((2, 4, 1, 1), 2)]
+)
+def test_group_norm(dtype: torch.dtype, shape: tuple[int, int, int, int], groups: int) -> None:
+    from equinorm.kernels import normalization
+
+    for plus, relu in product([False, True], [False, True]):
+        check_norm(normalization, shape, dtype, plus, relu, groups, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -86,7 +86,7 @@ def _precision(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def in_turn(sequence: nn.Module, x: Tensor) -> Tensor:
-    """`sequence(x)`; convolutions, BatchNorms and pools take in the ReLU beside them.
+    """`sequence(x)`; convolutions, BatchNorms, GroupNorms and pools take in the ReLU beside them.
 
     Where somebody listens to one of the modules (a hook), each is called by itself.
     """
@@ -131,8 +131,8 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
     if type(first) is nn.ReLU:
         return _pooled(second, x), 2
     if type(second) is nn.ReLU and not _is_pool(third):
-        return first.rectified(x, plus) if isinstance(first, Conv2d) else _batch_norm(first, x, plus, relu=True), 2
-    return _batch_norm(first, x), 1
+        return first.rectified(x, plus) if isinstance(first, Conv2d) else _normalized(first, x, plus, relu=True), 2
+    return _normalized(first, x), 1
 
 
 def _is_pool(module: nn.Module | None) -> bool:
@@ -148,16 +148,25 @@ def _pooled(pool: nn.Module | None, x: Tensor) -> Tensor | None:
     return found.relu_max_pool(x) if found is not None and found.fits(x) else None
 
 
-def _batch_norm(norm: nn.Module, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor | None:
-    """norm(x) + plus, or relu of that, in two kernels, if these can be launched."""
-    if type(norm) is not nn.BatchNorm2d or not (norm.training and norm.affine) or norm.momentum is None:
-        return None
-    found = _kernels("batchnorm", x, plus, norm.weight, norm.bias)
-    if found is None or norm.weight.dtype != torch.float32 or not found.fits(x, plus):
-        return None
-    running = norm.running_mean, norm.running_var, norm.num_batches_tracked
-    out: Tensor = found.batch_norm(x, norm.weight, norm.bias, *running, norm.momentum, norm.eps, plus=plus, relu=relu)
+def _normalized(norm: nn.Module, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor | None:
+    """norm(x) + plus, or relu of that, in two kernels, if there are some for the norm and these can be launched."""
+    out: Tensor | None = None
+    if type(norm) is nn.BatchNorm2d and norm.training and norm.momentum is not None:
+        if found := _norm_kernels(norm, x, plus):
+            running = norm.running_mean, norm.running_var, norm.num_batches_tracked
+            out = found.batch_norm(x, norm.weight, norm.bias, *running, norm.momentum, norm.eps, plus, relu)
+    elif type(norm) is nn.GroupNorm and (found := _norm_kernels(norm, x, plus, norm.num_groups)):
+        out = found.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, plus, relu)
     return out
+
+
+def _norm_kernels(
+    norm: nn.BatchNorm2d | nn.GroupNorm, x: Tensor, plus: Tensor | None, groups: int = 0
+) -> ModuleType | None:
+    if not norm.affine or norm.weight.dtype != torch.float32:
+        return None
+    found = _kernels("normalization", x, plus, norm.weight, norm.bias)
+    return found if found is not None and found.fits(x, plus, groups) else None
 
 
 def _listened_to(modules: Iterable[nn.Module]) -> bool:
