@@ -269,7 +269,10 @@ def test_parameter_groups() -> None:
     assert {names[id(p)] for p in rest["params"]} == {
         "stem.weight", "stem.bias", "conv1.bias", "point.weight", "point.bias", "head.weight", "head.bias",
     }  # fmt: skip
-    assert len(parameter_groups(nn.Linear(2, 2))) == 1
+    assert len(parameter_groups(nn.Linear(2, 2), weight_decay=0.1)) == 1
+    (all_of_them,) = parameter_groups(net)
+    assert all_of_them["weight_decay"] == 0
+    assert {id(p) for p in all_of_them["params"]} == {id(p) for group in (own, rest) for p in group["params"]}
 
 
 # Gradients

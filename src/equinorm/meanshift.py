@@ -261,18 +261,18 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.0) -> list[dict[s
     """Parameter groups for an optimizer: V and g without weight decay, everything else with `weight_decay`.
 
     LUMA takes the place of decay on V and g has none (ruff2020, sections 1 and 3.4). The paper decays nothing
-    else either, which is the default.
+    else either, which is the default; then all parameters are one group, and a fused optimizer does them at once.
 
     >>> torch.optim.SGD(parameter_groups(model, weight_decay=5e-4), lr=0.4, momentum=0.9)
     """
-    own = [p for _, layer in scaled_kernels(model) for p in (originals(layer).original, originals(layer)[0].g)]
-    ids = {id(p) for p in own}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not weight_decay:
+        return [{"params": parameters, "weight_decay": 0.0}]
+    layers = [originals(layer) for _, layer in scaled_kernels(model)]
+    own = {id(p) for layer in layers for p in (layer.original, layer[0].g)}
     groups = [
-        {"params": [p for p in own if p.requires_grad], "weight_decay": 0.0},
-        {
-            "params": [p for p in model.parameters() if p.requires_grad and id(p) not in ids],
-            "weight_decay": weight_decay,
-        },
+        {"params": [p for p in parameters if id(p) in own], "weight_decay": 0.0},
+        {"params": [p for p in parameters if id(p) not in own], "weight_decay": weight_decay},
     ]
     return [group for group in groups if group["params"]]
 
