@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from equinorm.kernels.dispatch import kernels, plain_only
 from equinorm.meanshift import (
+    InputNoise,
     MeanShiftRejection,
     apply_mean_shift_rejection_,
     fold_mean_shift_rejection_,
@@ -404,6 +405,29 @@ def test_scaled_kernels_under_autocast() -> None:
             assert layer.weight.dtype == torch.float32
         fold_mean_shift_rejection_(model)
     assert torch.equal(layer.weight, exact)
+
+
+def test_noise() -> None:
+    """The same factor both ways, none kept, and other ones in every replay of a graph."""
+    noise = InputNoise(0.1)
+    x = torch.rand(64, 16, 32, 32, device="cuda").to(torch.bfloat16, memory_format=torch.channels_last) + 1
+    x.requires_grad_()
+    before = torch.cuda.memory_allocated()
+    y = noise(x)
+    assert torch.cuda.memory_allocated() - before < 1.1 * y.numel() * y.element_size()
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(y, x * x.grad, rtol=2e-2, atol=0)
+    assert 0.9 - 1e-3 <= float(x.grad.min()) < 0.91
+    assert 1.09 < float(x.grad.max()) <= 1.1 + 1e-2
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        drawn = noise(x)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(drawn.clone())
+    assert not torch.equal(*seen)
 
 
 def test_on_another_device() -> None:

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 import equinorm.meanshift
 from equinorm.kernels import operators
 from equinorm.meanshift import (
+    InputNoise,
     MeanShiftRejection,
     apply_mean_shift_rejection_,
     centre_gradients_,
@@ -152,6 +153,53 @@ def test_compiled_layers_call_the_kernels(autocast: bool, last: bool, monkeypatc
         assert found is not None
         assert exact is not None
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance * float(exact.detach().abs().max()))
+
+
+# -- noise ---------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(any_blocks, SHAPES, st.booleans(), dtypes, st.floats(0.0, 1.0))
+def test_noise_multiplies_each_element_both_ways(
+    kernels: Any, shape: Any, last: bool, dtype: torch.dtype, a: float
+) -> None:
+    filters, channels, window = shape
+    x = laid_out(torch.randn(filters, channels, *window), last).to(dtype).requires_grad_()
+    torch.manual_seed(3)
+    factors = kernels.noisy(torch.ones_like(x, dtype=torch.float32), a)
+    assert factors.min() >= 1 - a - 1e-6
+    assert factors.max() <= 1 + a + 1e-6
+    torch.manual_seed(3)
+    out = kernels.noisy(x, a)
+    assert out.stride() == x.stride()
+    assert_close(out.detach(), (factors * x).detach(), dtype)
+    for direction in (torch.randn_like(out), torch.randn(x.shape[::-1]).to(dtype).permute(*range(x.dim())[::-1])):
+        (grad,) = torch.autograd.grad(out, x, direction, retain_graph=True)
+        assert_close(grad, factors * direction, dtype)
+    assert a < 0.01 or x.numel() < 4 or not torch.equal(kernels.noisy(x, a), out)
+
+
+def test_noise_is_uniform_and_independent() -> None:
+    torch.manual_seed(0)
+    factors = torch.stack([fused.noisy(torch.ones(20_000), 0.5) for _ in range(2)]).double()
+    places = (torch.arange(20_000) + 0.5) / 20_000
+    for drawn in factors:
+        assert (drawn.sort().values - (0.5 + places)).abs().max() < 0.02  # Kolmogorov and Smirnov
+    pairs = [(factors[0], factors[1]), *((factors[0, :-lag], factors[0, lag:]) for lag in (1, 2, 4, 1024, 2048))]
+    for pair in pairs:
+        assert abs(float(torch.corrcoef(torch.stack(pair))[0, 1])) < 0.03
+
+
+@pytest.mark.usefixtures("kernels_on")
+def test_layers_of_noise_find_the_kernel() -> None:
+    noise, x = InputNoise(0.3), torch.rand(2, 3, 5, 5, requires_grad=True)
+    y = noise(x)
+    assert "Noisy" in str(y.grad_fn)
+    (first,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 2 * (y / x).detach().square())
+    assert "Mul" in str(InputNoise(0.3, per="channel")(x).grad_fn)
+    assert noise.eval()(x) is x
 
 
 # -- the gradients -------------------------------------------------------------------------------------------

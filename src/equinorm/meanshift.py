@@ -295,6 +295,10 @@ class InputNoise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.a == 0.0:
             return x
+        found = kernels("meanshift", x) if self.per == "element" else None
+        if found is not None and dense(x):
+            out: Tensor = found.noisy(x, self.a)
+            return out
         drawn = torch.empty_like(x) if self.per == "element" else x.new_empty(*x.shape[:2], *(1,) * (x.ndim - 2))
         return x * drawn.uniform_(1.0 - self.a, 1.0 + self.a)
 

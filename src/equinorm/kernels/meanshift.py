@@ -3,6 +3,7 @@
 """Mean shift rejection in Triton; the plain twin is `equinorm.meanshift`, whose letters are used here.
 
 - `scaled_kernel`: W = e^g · V in one kernel, written in the precision in which it is used, and one for dV and dg.
+- `noisy`: an input times noise, which takes up no memory.
 - `GradientAdapter`: what `MeanShiftRejection` does to the gradients before a step, for all kernels of a model in
   three launches. Each filter is read once, its gradient written once; the limit of the step touches memory only
   when it has something to limit. Nothing is allocated after the first step and nothing waits for the device,
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from .dispatch import Launch, Written, channels_last, is_capturing, on_device
 
-__all__ = ["GradientAdapter", "Kernel", "scaled_kernel"]
+__all__ = ["GradientAdapter", "Kernel", "noisy", "scaled_kernel"]
 
 BLOCK = 1024
 TILE = 2048
@@ -111,6 +112,60 @@ class _ScaledKernel(torch.autograd.Function):
         grad_V, grad_g = scale_backward(grad, V, g)
         for_V, for_g, _ = ctx.needs_input_grad
         return grad_V if for_V else None, grad_g if for_g else None, None
+
+
+# -- noise ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _multiply_by_noise(x, seed, out, size, a, BLOCK: tl.constexpr):
+    """Four random numbers come at a time: they are for four blocks."""
+    i = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + tl.arange(0, BLOCK)
+    first, second, third, fourth = tl.rand4x(tl.load(seed), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))
+    _multiply(x, out, i, first, size, a)
+    _multiply(x, out, i + BLOCK, second, size, a)
+    _multiply(x, out, i + 2 * BLOCK, third, size, a)
+    _multiply(x, out, i + 3 * BLOCK, fourth, size, a)
+
+
+@triton.jit
+def _multiply(x, out, i, u, size, a):
+    factor = 1.0 + a * (2.0 * u - 1.0)
+    tl.store(out + i, factor * tl.load(x + i, i < size, 0.0).to(tl.float32), i < size)
+
+
+def noisy(x: Tensor, a: float) -> Tensor:
+    """x · U(1 - a, 1 + a), element by element; `x` is `dense`.
+
+    The noise is not kept: it is made from a number that torch's generator draws, and made again for the gradient.
+    """
+    with on_device(x.device):
+        seed = torch.randint(2**31, (1,), dtype=torch.int32, device=x.device)
+        out: Tensor = _Noisy.apply(x, seed, a)
+    return out
+
+
+class _Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, a: float) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.a, ctx.strides = a, x.stride()
+        out = torch.empty_like(x)
+        _multiplying(x.numel(), x.device, x.dtype, a)(x, seed, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (seed,), (grad,) = ctx.saved_tensors, grads
+        if grad.stride() != ctx.strides:
+            grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return _Noisy.apply(grad, seed, ctx.a), None, None
+
+
+@lru_cache(maxsize=1024)
+def _multiplying(size: int, device: torch.device, dtype: torch.dtype, a: float) -> Launch:
+    """The launch (x, seed, out)."""
+    return Launch(_multiply_by_noise, (triton.cdiv(size, 4 * BLOCK),), device, size=size, a=a, BLOCK=BLOCK)
 
 
 # -- the gradients -------------------------------------------------------------------------------------------

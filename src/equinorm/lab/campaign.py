@@ -338,7 +338,7 @@ def _minutes(seconds: float) -> str:
     return "-" if not seconds else f"{seconds / 60:.1f}"
 
 
-MARGIN = 1.1  # estimates are off by some
+MARGIN = 1.2  # estimates are off by some, and every start of the program takes a while
 
 
 def plan(
