@@ -57,6 +57,28 @@ def check_convolution(
         assert_close(mine.grad, theirs.grad, mine.dtype, scale=many)
 
 
+def check_residual(
+    kernels: Any, images: tuple[int, int, int], channels: int, precision: torch.dtype, scaled: bool, device: str = "cpu"
+) -> None:
+    """Against the same of single convolutions, which round where it does."""
+    n, height, width = images
+    x = torch.randn(n, channels, height, width, device=device).to(precision)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    tensors = [0.1 * torch.randn(channels, channels, 3, 3, device=device) for _ in range(2)]
+    tensors += [torch.randn(channels, 1, 1, 1, device=device) for _ in range(2 * scaled)]
+    leaves = [x, *(t.requires_grad_() for t in tensors)]
+    first, second, *scales = leaves[1:]
+    one, other = scales or (None, None)
+    out = kernels.residual(x, first, second, *scales)
+    inside = kernels.conv3x3(x, first, None, True, one)
+    expected = kernels.conv3x3(inside, second, x, True, other)
+    assert torch.equal(out, expected)
+    grad = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(y, leaves, grad) for y in (out, expected))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert_close(mine, theirs, precision if mine.shape == x.shape else torch.float32)
+
+
 def check_norm(
     kernels: Any,
     shape: tuple[int, int, int, int],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equinorm.lab import models
 from equinorm.lab.models import fused
-from kernels_lab import assert_close, check_convolution, check_norm, check_pool
+from kernels_lab import assert_close, check_convolution, check_norm, check_pool, check_residual
 from triton_interpreter import interpreted
 
 convolution, normalization, pooling = (interpreted(name) for name in ("convolution", "normalization", "pooling"))
@@ -39,6 +39,12 @@ def test_convolution(
 ) -> None:
     kernel = {"dtype": dtype, "memory_format": layout}
     check_convolution(convolution, images, channels, torch.float16, plus, relu, scaled, **kernel)
+
+
+@quick
+@given(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), channels, st.booleans())
+def test_residual_units(images: Any, channels: int, scaled: bool) -> None:
+    check_residual(convolution, images, channels, torch.float16, scaled)
 
 
 def test_parts_of_the_weight_gradient_are_all_summed() -> None:
@@ -200,9 +206,13 @@ def test_convolutions_take_in_what_follows(launched: list[str], norm: str, monke
     x = torch.rand(2, 3, 8, 8).half().to(memory_format=torch.channels_last)
     rectified: list[int] = []
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: rectified.append(1) or torch.relu(x))
+    units: list[int] = []
+    residual = convolution.residual
+    monkeypatch.setattr(convolution, "residual", lambda *some: units.append(1) or residual(*some))
     found = outcome(model, x)
     assert launched.count("convolution") >= 4
     assert not rectified
+    assert len(units) == 1  # where neither size nor channels change
     exact = outcome(copy.deepcopy(model).double(), x.double())
     for name, tensor in found.items():
         assert_close(tensor, exact[name], torch.float16, scale=float(exact[name].abs().max()) + 10)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels_lab import check_convolution, check_norm, check_pool
+from kernels_lab import check_convolution, check_norm, check_pool, check_residual
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +23,15 @@ def test_convolution(dtype: torch.dtype, layout: torch.memory_format) -> None:
         after = {"plus": i % 3 == 0, "relu": i % 2 == 0, "scaled": i % 4 < 2}
         kernel = {"dtype": weight, "memory_format": layout, "device": "cuda"}
         check_convolution(convolution, images, channels, dtype, **after, **kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("images", "channels"), [((128, 32, 32), 16), ((128, 16, 16), 32), ((3, 5, 7), 64)])
+def test_residual_units(dtype: torch.dtype, images: tuple[int, int, int], channels: int) -> None:
+    from equinorm.kernels import convolution
+
+    for scaled in (False, True):
+        check_residual(convolution, images, channels, dtype, scaled, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

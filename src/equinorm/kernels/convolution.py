@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .dispatch import on_device
 
-__all__ = ["conv3x3", "fits"]
+__all__ = ["conv3x3", "fits", "residual"]
 
 
 class Tiles(NamedTuple):
@@ -89,6 +89,40 @@ class _Conv3x3(torch.autograd.Function):
         grad_x = _convolved(grad, weight, log_scale, positive=out, turned=True) if for_x else None
         grads = _weight_gradient(x, grad, weight, log_scale, positive=out) if for_weight or for_scale else (None, None)
         return grad_x, grads[0], grad if for_plus else None, None, grads[1]
+
+
+def residual(
+    x: Tensor, first: Tensor, second: Tensor, first_scale: Tensor | None = None, second_scale: Tensor | None = None
+) -> Tensor:
+    """relu(conv(relu(conv(x, first)), second) + x), for two weights of one shape that `fits`.
+
+    What comes back through the sum is added where the gradient of x is written.
+    """
+    with on_device(x.device):
+        out: Tensor = _Residual.apply(x, first, second, first_scale, second_scale)
+    return out
+
+
+class _Residual(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, first: Tensor, second: Tensor, first_scale: Tensor | None, second_scale: Tensor | None
+    ) -> Tensor:
+        inside = _convolved(x, first, first_scale, relu=True)
+        out = _convolved(inside, second, second_scale, plus=x, relu=True)
+        ctx.save_for_backward(x, inside, out, first, second, first_scale, second_scale)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, inside, out, first, second, first_scale, second_scale = ctx.saved_tensors
+        grad = torch.ops.aten.threshold_backward(grad.contiguous(memory_format=torch.channels_last), out, 0)
+        for_second, for_second_scale = _weight_gradient(inside, grad, second, second_scale)
+        back = _convolved(grad, second, second_scale, turned=True)
+        for_first, for_first_scale = _weight_gradient(x, back, first, first_scale, positive=inside)
+        for_x = _convolved(back, first, first_scale, plus=grad, positive=inside, turned=True)
+        return for_x, for_first, for_second, for_first_scale, for_second_scale
 
 
 def _strides(weight: Tensor) -> tuple[int, int, int]:

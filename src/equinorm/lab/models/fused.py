@@ -53,7 +53,7 @@ class Conv2d(nn.Conv2d):
 
     def _then(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
         weight, log_scale = self._scaled_weight()
-        found = _kernels("convolution", x, weight, plus, log_scale) if self.bias is None and self._is_small else None
+        found = _kernels("convolution", x, weight, plus, log_scale) if self._is_bare else None
         if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
             out: Tensor = found.conv3x3(x, weight, plus, relu, log_scale)
             return out
@@ -70,9 +70,11 @@ class Conv2d(nn.Conv2d):
         return self.weight, None
 
     @property
-    def _is_small(self) -> bool:
+    def _is_bare(self) -> bool:
+        """Whether it is 3 × 3 without bias, stride or anything else."""
         return (
-            self.kernel_size == (3, 3)
+            self.bias is None
+            and self.kernel_size == (3, 3)
             and self.stride == self.padding == self.dilation == (1, 1)
             and self.groups == 1
             and self.padding_mode == "zeros"
@@ -104,7 +106,7 @@ def _in_turn(modules: list[nn.Module], x: Tensor, plus: Tensor | None = None) ->
     parts = modules if alone else [part for module in modules for part in _flat(module)]
     i = 0
     while i < len(parts):
-        done, taken = (None, 0) if alone else _together(parts[i : i + 3], x, plus if i + 2 == len(parts) else None)
+        done, taken = (None, 0) if alone else _together(parts[i:], x, plus)
         if done is None:
             if plus is not None and i + 1 == len(parts):
                 x = x + plus
@@ -123,16 +125,33 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[Tensor | None, int]:
-    """What the first of the parts, or the first two, make of x at once, and how many these are; None if that cannot be.
+    """What the first of the parts make of x at once, and how many these are; None if that cannot be.
 
-    `plus` is added before the second of two.
+    `plus` is added before the last of all parts.
     """
+    if plus is x and (unit := _residual(parts, x)) is not None:
+        return unit, len(parts)
     first, (second, third) = parts[0], (*parts[1:], None, None)[:2]
     if type(first) is nn.ReLU:
         return _pooled(second, x), 2
     if type(second) is nn.ReLU and not _is_pool(third):
-        return first.rectified(x, plus) if isinstance(first, Conv2d) else _normalized(first, x, plus, relu=True), 2
+        added = plus if len(parts) == 2 else None
+        return first.rectified(x, added) if isinstance(first, Conv2d) else _normalized(first, x, added, relu=True), 2
     return _normalized(first, x), 1
+
+
+def _residual(parts: list[nn.Module], x: Tensor) -> Tensor | None:
+    """relu(conv(relu(conv(x))) + x), if the parts are these and the convolutions small."""
+    first, second = parts[0], parts[2] if len(parts) == 4 else None
+    if not (isinstance(first, Conv2d) and isinstance(second, Conv2d) and type(parts[1]) is type(parts[3]) is nn.ReLU):
+        return None
+    (one, scale), (other, other_scale) = first._scaled_weight(), second._scaled_weight()
+    found = _kernels("convolution", x, one, other, scale, other_scale) if first._is_bare and second._is_bare else None
+    alike = one.shape == other.shape and x.dtype == _precision(x, one) == _precision(x, other)
+    if found is None or not (alike and found.fits(x, one) and found.fits(x, other)):
+        return None
+    out: Tensor = found.residual(x, one, other, scale, other_scale)
+    return out
 
 
 def _is_pool(module: nn.Module | None) -> bool:
