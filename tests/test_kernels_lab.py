@@ -47,11 +47,11 @@ def test_residual_units(images: Any, channels: int, scaled: bool) -> None:
     check_residual(convolution, images, channels, torch.float16, scaled)
 
 
-def test_parts_of_the_weight_gradient_are_all_summed() -> None:
-    """More pixels than one part holds, and a last part that is not full."""
-    check_convolution(
-        convolution, (3, 57, 53), (16, 16), torch.float16, relu=True, memory_format=torch.channels_last
-    )  # fmt: skip
+@pytest.mark.parametrize("channels", [16, 32])
+def test_parts_of_the_weight_gradient_are_all_summed(channels: int) -> None:
+    """More pixels than one part holds, a last part that is not full, and more parts than are summed at once."""
+    channels_last = {"memory_format": torch.channels_last}
+    check_convolution(convolution, (3, 57, 53), (channels, channels), torch.float16, relu=True, **channels_last)
 
 
 @quick

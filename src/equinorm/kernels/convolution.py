@@ -6,8 +6,8 @@ The libraries' kernels are made for many channels. With 16 to 64, as in the ResN
 empty, and their repeatable weight gradient converts everything to float32 first. Here a tile is as wide as the layer.
 
 Three kernels: the output, with the sum and the ReLU that follow it, which is also the input's gradient with the kernel
-turned round; the weight's gradient in parts; and the sum of those parts, in a fixed order, so that the same numbers
-come out every time.
+turned round, and there with the ReLU that comes before it; the weight's gradient in parts; and the sum of those parts,
+in a fixed order, so that the same numbers come out every time.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class _Conv3x3(torch.autograd.Function):
         x, weight, log_scale, out = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
         for_x, for_weight, for_plus, _, for_scale = ctx.needs_input_grad
-        if for_plus and out is not None:
-            grad, out = torch.ops.aten.threshold_backward(grad, out, 0), None
-        grad_x = _convolved(grad, weight, log_scale, positive=out, turned=True) if for_x else None
-        grads = _weight_gradient(x, grad, weight, log_scale, positive=out) if for_weight or for_scale else (None, None)
+        if out is not None:
+            grad = torch.ops.aten.threshold_backward(grad, out, 0)
+        grad_x = _convolved(grad, weight, log_scale, turned=True) if for_x else None
+        grads = _weight_gradient(x, grad, weight, log_scale) if for_weight or for_scale else (None, None)
         return grad_x, grads[0], grad if for_plus else None, None, grads[1]
 
 
@@ -96,7 +96,8 @@ def residual(
 ) -> Tensor:
     """relu(conv(relu(conv(x, first)), second) + x), for two weights of one shape that `fits`.
 
-    What comes back through the sum is added where the gradient of x is written.
+    On the way back each convolution's gradient is written as the one before it wants it: where its ReLU let something
+    through, and with what comes back through the sum.
     """
     with on_device(x.device):
         out: Tensor = _Residual.apply(x, first, second, first_scale, second_scale)
@@ -119,9 +120,9 @@ class _Residual(torch.autograd.Function):
         x, inside, out, first, second, first_scale, second_scale = ctx.saved_tensors
         grad = torch.ops.aten.threshold_backward(grad.contiguous(memory_format=torch.channels_last), out, 0)
         for_second, for_second_scale = _weight_gradient(inside, grad, second, second_scale)
-        back = _convolved(grad, second, second_scale, turned=True)
-        for_first, for_first_scale = _weight_gradient(x, back, first, first_scale, positive=inside)
-        for_x = _convolved(back, first, first_scale, plus=grad, positive=inside, turned=True)
+        back = _convolved(grad, second, second_scale, behind=inside, turned=True)
+        for_first, for_first_scale = _weight_gradient(x, back, first, first_scale)
+        for_x = _convolved(back, first, first_scale, plus=grad, turned=True)
         return for_x, for_first, for_second, for_first_scale, for_second_scale
 
 
@@ -136,13 +137,14 @@ def _convolved(
     log_scale: Tensor | None,
     *,
     plus: Tensor | None = None,
-    positive: Tensor | None = None,
+    behind: Tensor | None = None,
     relu: bool = False,
     turned: bool = False,
 ) -> Tensor:
-    """relu(x with the kernel, plus something); of x only what stands where something else is positive.
+    """relu(x with the kernel, plus something).
 
-    `turned`: with the kernel's transpose, which takes a gradient of the output to one of the input.
+    `turned`: with the kernel's transpose, which takes a gradient of the output to one of the input; if that lies
+    `behind` a ReLU, to one of what the ReLU took.
     """
     n, channels, height, width = x.shape
     out_stride, in_stride, tap = _strides(weight)
@@ -152,7 +154,7 @@ def _convolved(
     pixels = n * height * width
     block = TILES[max(channels, size)].out
     _convolve[(triton.cdiv(pixels, block),)](
-        x, weight, log_scale, plus, positive, out, pixels, *strides, tap,
+        x, weight, log_scale, plus, behind, out, pixels, *strides, tap,
         HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, RELU=relu, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
@@ -169,7 +171,7 @@ def _shifted(pixel, pixels, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def _convolve(
-    x, weight, log_scale, plus, positive, out, pixels, in_stride, out_stride, tap_stride,
+    x, weight, log_scale, plus, behind, out, pixels, in_stride, out_stride, tap_stride,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr,
     RELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -181,10 +183,7 @@ def _convolve(
         scale = scale[:, None] if TURNED else scale[None, :]
     for tap in tl.static_range(9):
         there, step = _shifted(pixel, pixels, tap // 3 - 1, tap % 3 - 1, HEIGHT, WIDTH)
-        place = (pixel + step)[:, None] * IN + a[None, :]
-        seen = tl.load(x + place, there[:, None], 0.0)
-        if positive is not None:
-            seen = tl.where(tl.load(positive + place, there[:, None], 0.0) > 0, seen, 0.0).to(x.dtype.element_ty)
+        seen = tl.load(x + (pixel + step)[:, None] * IN + a[None, :], there[:, None], 0.0)
         tap_weight = weight + (8 - tap if TURNED else tap) * tap_stride
         kernel = tl.load(tap_weight + a[:, None] * in_stride + b[None, :] * out_stride)
         if log_scale is not None:
@@ -194,15 +193,15 @@ def _convolve(
     inside = (pixel < pixels)[:, None]
     if plus is not None:
         total += tl.load(plus + place, inside, 0.0).to(tl.float32)
+    if behind is not None:
+        total = tl.where(tl.load(behind + place, inside, 0.0) > 0, total, 0.0)
     if RELU:
         total = tl.where(total > 0, total, tl.where(total == total, 0.0, total))  # NaN stays NaN
     tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
-def _weight_gradient(
-    x: Tensor, grad: Tensor, weight: Tensor, log_scale: Tensor | None, *, positive: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight and log_scale, from that of the output where something is positive."""
+def _weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of weight and log_scale."""
     n, a, height, width = x.shape
     b = weight.shape[0]
     pixels = n * height * width
@@ -211,7 +210,7 @@ def _weight_gradient(
     parts = triton.cdiv(pixels, share)
     partial = torch.empty(parts, b * 9 * a, dtype=torch.float32, device=x.device)
     _weight_parts[(parts, 3)](
-        x, grad, positive, partial, pixels, share,
+        x, grad, partial, pixels, share,
         HEIGHT=height, WIDTH=width, IN=a, OUT=b, BLOCK=tiles.weight, num_warps=4 if max(a, b) < 64 else 8, num_stages=2,
     )  # fmt: skip
     found = torch.empty_like(weight)
@@ -220,14 +219,14 @@ def _weight_gradient(
     block = triton.next_power_of_2(9 * a)
     _sum_parts[(b,)](
         partial, weight, log_scale, found, found_scale, parts, out_stride, in_stride, tap,
-        IN=a, SIZE=b * 9 * a, BLOCK=block, PARTS=4096 // block, num_warps=4,
+        IN=a, SIZE=b * 9 * a, BLOCK=block, PARTS=16384 // block, num_warps=8,
     )  # fmt: skip
     return found, found_scale
 
 
 @triton.jit
 def _weight_parts(
-    x, grad, positive, partial, pixels, share,
+    x, grad, partial, pixels, share,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the kernel (three taps, and a fourth that stays empty), summed over one share of the pixels."""
@@ -238,11 +237,7 @@ def _weight_parts(
     total = tl.zeros([OUT, 4 * IN], tl.float32)
     for start in range(part * share, min(part * share + share, pixels), BLOCK):
         pixel = start + tl.arange(0, BLOCK)
-        place = pixel[:, None] * OUT + b[None, :]
-        sent = tl.load(grad + place, (pixel < pixels)[:, None], 0.0)
-        if positive is not None:
-            there_too = tl.load(positive + place, (pixel < pixels)[:, None], 0.0) > 0
-            sent = tl.where(there_too, sent, 0.0).to(grad.dtype.element_ty)
+        sent = tl.load(grad + pixel[:, None] * OUT + b[None, :], (pixel < pixels)[:, None], 0.0)
         there, step = _shifted(pixel[:, None], pixels, row - 1, tap[None, :] - 1, HEIGHT, WIDTH)
         seen = tl.load(x + (pixel[:, None] + step) * IN + a[None, :], there & (tap < 3)[None, :], 0.0)
         total = tl.dot(tl.trans(sent), seen, total)
