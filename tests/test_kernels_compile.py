@@ -1,0 +1,162 @@
+"""Every kernel compiled for a GPU, which takes none: the interpreter lets pass what does not compile.
+
+Tensors stay on the CPU, nothing is launched, and results mean nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equinorm
+from equinorm.kernels import dispatch
+from equinorm.meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
+from equinorm.nn import EquiNormConv2d, EquiNormLinear
+
+pytest.importorskip("triton")
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+class Elsewhere:
+    """In place of Triton's driver: a device with an H100 or H200 that nobody else knows of."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return -1
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that were compiled; tensors on a CPU pass for some on a GPU."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found: set[str] = set()
+    compile_and_launch = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        found.add(self.__name__)
+        return compile_and_launch(self, *arguments, grid=grid, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(dispatch.Launch, "_remember", lambda *_: None)
+    monkeypatch.setattr(dispatch, "launchable", lambda *_: True)
+    monkeypatch.setattr(driver, "_active", Elsewhere())
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what it is unless told; Triton 3.9 wants to be told
+    return found
+
+
+def images(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.rand(shape).to(dtype, memory_format=torch.channels_last).requires_grad_()
+
+
+def back(out: Tensor) -> None:
+    out.backward(torch.ones_like(out))
+
+
+# -- the laboratory's --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("channels", "dtype"), [(16, torch.float32), (64, torch.bfloat16)])
+def test_convolution(compiled: set[str], channels: int, dtype: torch.dtype) -> None:
+    from equinorm.kernels import convolution
+
+    x = images(4, channels, 8, 8, dtype=torch.bfloat16)
+    weights = [torch.rand(channels, channels, 3, 3).to(dtype).requires_grad_() for _ in range(2)]
+    scales = [torch.zeros(channels, 1, 1, 1, requires_grad=True) for _ in range(2)]
+    back(convolution.conv3x3(x, weights[0]))
+    back(convolution.residual(x, *weights, *scales))
+    assert compiled == {"_convolve", "_weight_parts", "_sum_parts"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plus", [False, True])
+def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> None:
+    from equinorm.kernels import normalization
+
+    x = images(4, 96, 8, 8, dtype=dtype)
+    added = images(4, 96, 8, 8, dtype=dtype) if plus else None
+    weight, bias, mean, variance = (torch.rand(96) for _ in range(4))
+    weight.requires_grad_()
+    batches = torch.tensor(0)
+    back(normalization.batch_norm(x, weight, bias, mean, variance, batches, 0.1, 1e-5, added, relu=True))
+    back(normalization.batch_norm(x, weight, bias, None, None, None, 0.1, 1e-5, added))
+    back(normalization.group_norm(x, 32, weight, bias, 1e-5, added, relu=True))
+    assert compiled == {"_moments", "_normalize", "_backward_sums", "_backward"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pooling(compiled: set[str], dtype: torch.dtype) -> None:
+    from equinorm.kernels import pooling
+
+    back(pooling.relu_max_pool(images(2, 128, 9, 8, dtype=dtype)))
+    assert compiled == {"_pool", "_spread"}
+
+
+# -- the library's -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("two_pass", [False, True])
+def test_equilibrium(compiled: set[str], dtype: torch.dtype, two_pass: bool) -> None:
+    wide = EquiNormConv2d(64, 32, 3, padding=1, groups=2, two_pass=two_pass)
+    quarter = EquiNormConv2d(8, 16, 1, stats_fraction=0.25, two_pass=two_pass, bias=False)
+    for layer, x in ((wide, torch.rand(4, 64, 8, 8)), (quarter, torch.rand(4, 8, 5, 5))):
+        back(layer.to(dtype)(x.to(dtype).requires_grad_()))
+        channels_last = x.to(dtype, memory_format=torch.channels_last).requires_grad_()
+        back(layer.to(memory_format=torch.channels_last)(channels_last))  # type: ignore[call-overload]
+    back(EquiNormLinear(48, 16, two_pass=two_pass).to(dtype)(torch.rand(6, 48).to(dtype).requires_grad_()))
+    assert {"_sum_rows", "_sum_planes", "_add_rows", "_add_planes", "_transform", "_weight_gradient"} <= compiled
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_mean_shift_rejection(compiled: set[str], dtype: torch.dtype, channels_last: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), InputNoise(0.1), nn.Conv2d(16, 8, 5))
+    apply_mean_shift_rejection_(net)
+    if channels_last:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = net.to(dtype)
+    optimizer = torch.optim.SGD(parameter_groups(net), lr=0.1)
+    MeanShiftRejection(net, optimizer).attach()
+    back(net(torch.rand(2, 3, 12, 12).to(dtype)))
+    optimizer.step()
+    wanted = {"_scale", "_scale_backward", "_multiply_by_noise", "_adapt", "_limit", "_scale_gradients"}
+    assert compiled == wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_norm(compiled: set[str], dtype: torch.dtype) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 5)).to(dtype)
+    for method in ("weightnorm", "centred_weightnorm"):
+        x = torch.rand(2, 3, 8, 8).to(dtype)
+        back(equinorm.convert(net, method, x)[0](x))
+    assert compiled == {"_normalize", "_differentiate"}
+
+
+@pytest.mark.parametrize("options", [{"bias": "safe", "cycles": 2}, {"p": 1.5}], ids=str)
+def test_enorm(compiled: set[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from equinorm.kernels import enorm
+
+    monkeypatch.setattr(enorm, "can_launch", lambda _: True)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.ReLU())
+    net += nn.Sequential(nn.Flatten(), nn.Linear(8 * 16, 9), nn.ReLU(), nn.Linear(9, 5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x = torch.rand(2, 3, 8, 8)
+    found = equinorm.ENorm(net, optimizer, x, backend="triton", **options)
+    found.attach()
+    back(net(x))
+    optimizer.step()
+    assert found.backend == "triton"
+    assert {"_sum_tiles", "_combine", "_update_block", "_rescale"} <= compiled
