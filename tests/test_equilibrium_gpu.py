@@ -418,8 +418,8 @@ def test_noise() -> None:
     y.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(y, x * x.grad, rtol=2e-2, atol=0)
-    assert 0.9 - 1e-3 <= float(x.grad.min()) < 0.91
-    assert 1.09 < float(x.grad.max()) <= 1.1 + 1e-2
+    assert 0.9 - 4e-3 <= float(x.grad.min()) < 0.91  # in bfloat16
+    assert 1.09 < float(x.grad.max()) <= 1.1 + 8e-3
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         drawn = noise(x)

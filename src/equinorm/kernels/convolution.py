@@ -31,7 +31,8 @@ class Tiles(NamedTuple):
     weight: int
     parts: int
     most: int
-    """Pixels of a batch. The more channels, the sooner large batches fill the libraries' kernels."""
+    """Pixels of a batch: the more channels, the sooner large batches fill the libraries' kernels. Not tuned; batches of
+    an evaluation fit."""
 
 
 TILES = {16: Tiles(256, 128, 64, 2**22), 32: Tiles(128, 128, 64, 2**20), 64: Tiles(128, 64, 16, 2**18)}

@@ -112,13 +112,13 @@ def scaled_kernel_backward(grad: Tensor, V: Tensor, g: Tensor) -> tuple[Tensor, 
     return meanshift.scale_backward(grad, V, g, kernel=wrap_triton(meanshift._scale_backward))
 
 
-def _keep_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_scaled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     V, g, _ = inputs
     ctx.save_for_backward(V, g)
 
 
-def _backward_both(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_scaled(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *scaled_kernel_backward(grad, *ctx.saved_tensors), None
 
 
-scaled_kernel.register_autograd(_backward_both, setup_context=_keep_both)
+scaled_kernel.register_autograd(_backward_scaled, setup_context=_keep_scaled)

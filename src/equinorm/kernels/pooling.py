@@ -79,21 +79,28 @@ def _cut(out: Tensor, height: int, width: int) -> tuple[tuple[int, int], dict[st
 
 
 @triton.jit
-def _pool(
-    x, out, which, windows, channels,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _windows(HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The windows and channels of this program, and where its windows lie: image, row and column of the output."""
     window = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     DOWN: tl.constexpr = (HEIGHT + 1) // 2
     ACROSS: tl.constexpr = (WIDTH + 1) // 2
-    image, top, left = window // (DOWN * ACROSS), window // ACROSS % DOWN * 2 - 1, window % ACROSS * 2 - 1
+    return window, channel, window // (DOWN * ACROSS), window // ACROSS % DOWN, window % ACROSS
+
+
+@triton.jit
+def _pool(
+    x, out, which, windows, channels,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    window, channel, image, row, column = _windows(HEIGHT, WIDTH, ROWS, BLOCK)
+    top, left = 2 * row - 1, 2 * column - 1
     most = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
     number = tl.zeros([ROWS, BLOCK], tl.int8)
     for tap in tl.static_range(9):
-        row, column = top + tap // 3, left + tap % 3
-        there = (window < windows) & (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
-        pixel = (image * HEIGHT + row) * WIDTH + column
+        down, across = top + tap // 3, left + tap % 3
+        there = (window < windows) & (down >= 0) & (down < HEIGHT) & (across >= 0) & (across < WIDTH)
+        pixel = (image * HEIGHT + down) * WIDTH + across
         value = tl.load(x + pixel[:, None] * channels + channel, there[:, None], float("-inf")).to(tl.float32)
         more = (value > most) | (value != value)  # NaN wins, as in torch
         most = tl.where(more, value, most)
@@ -119,11 +126,9 @@ def _spread(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each window the four pixels of its centre, right, below and below right; they belong to no other program."""
-    window = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    window, channel, image, row, column = _windows(HEIGHT, WIDTH, ROWS, BLOCK)
     DOWN: tl.constexpr = (HEIGHT + 1) // 2
     ACROSS: tl.constexpr = (WIDTH + 1) // 2
-    image, row, column = window // (DOWN * ACROSS), window // ACROSS % DOWN, window % ACROSS
     inside = window < windows
     below, right = inside & (row + 1 < DOWN), inside & (column + 1 < ACROSS)
     here, at = _look(grad, which, window, inside, channels, channel)

@@ -145,8 +145,10 @@ def _residual(parts: list[nn.Module], x: Tensor) -> Tensor | None:
     first, second = parts[0], parts[2] if len(parts) == 4 else None
     if not (isinstance(first, Conv2d) and isinstance(second, Conv2d) and type(parts[1]) is type(parts[3]) is nn.ReLU):
         return None
+    if not (first._is_bare and second._is_bare) or _kernels("convolution", x) is None:  # before weights are made
+        return None
     (one, scale), (other, other_scale) = first._scaled_weight(), second._scaled_weight()
-    found = _kernels("convolution", x, one, other, scale, other_scale) if first._is_bare and second._is_bare else None
+    found = _kernels("convolution", x, one, other, scale, other_scale)
     alike = one.shape == other.shape and x.dtype == _precision(x, one) == _precision(x, other)
     if found is None or not (alike and found.fits(x, one) and found.fits(x, other)):
         return None
