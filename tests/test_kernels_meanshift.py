@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import equinorm.meanshift
-from equinorm.kernels import operators
 from equinorm.meanshift import (
     InputNoise,
     MeanShiftRejection,
@@ -24,7 +23,7 @@ from equinorm.meanshift import (
     parameter_groups,
 )
 from test_meanshift import Residual, kernel, log_gain
-from triton_interpreter import Wrapped, interpreted
+from triton_interpreter import interpreted
 
 fused = interpreted("meanshift")
 small = interpreted("meanshift")
@@ -118,41 +117,6 @@ def test_what_the_kernel_does_not_take(monkeypatch: Any) -> None:
     net = Residual().double()
     apply_mean_shift_rejection_(net)
     assert net.conv1.weight.dtype == torch.float64
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("last", [False, True])
-def test_compiled_layers_call_the_kernels(autocast: bool, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "meanshift", small)
-    monkeypatch.setattr(operators, "wrap_triton", Wrapped)
-    monkeypatch.setattr(equinorm.meanshift, "compilable", lambda *_: torch.compiler.is_compiling())
-    monkeypatch.setattr(equinorm.meanshift, "dtype_in_use", lambda _: torch.bfloat16 if autocast else torch.float32)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = nn.Conv2d(5, 4, 3, padding=1)
-    apply_mean_shift_rejection_(layer, exclude_first=False)
-    layer = layer.to(memory_format=torch.channels_last) if last else layer  # type: ignore[call-overload]
-    twin = copy.deepcopy(layer).double()
-    called: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        called.extend(str(node.target) for node in graph.graph.nodes if "equinorm" in str(node.target))
-        return graph
-
-    x = laid_out(torch.rand(2, 5, 6, 6), last)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = torch.compile(layer, fullgraph=True, backend=backend)(x)
-    assert called == ["equinorm.scaled_kernel"]
-    expected = twin(x.double())
-    direction = torch.randn_like(expected)
-    (y * direction).sum().backward()
-    (expected * direction).sum().backward()
-    tolerance = 3e-2 if autocast else 1e-5
-    pairs = [(y, expected), *((layer.get_parameter(name).grad, p.grad) for name, p in twin.named_parameters())]
-    for found, exact in pairs:
-        assert found is not None
-        assert exact is not None
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance * float(exact.detach().abs().max()))
 
 
 # -- noise ---------------------------------------------------------------------------------------------------

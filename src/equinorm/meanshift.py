@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from .kernels.dispatch import compilable, dense, kernels
+from .kernels.dispatch import dense, kernels
 from .weightnorm import (
     CONVOLUTIONS,
     TRANSPOSED,
@@ -140,12 +140,7 @@ class ScaledKernel(nn.Module):
         self.g = nn.Parameter(g.contiguous(), requires_grad=weight.requires_grad)
 
     def forward(self, V: Tensor) -> Tensor:
-        if not dense(V):
-            return self.g.exp() * V
-        if compilable(V, self.g):
-            W: Tensor = torch.ops.equinorm.scaled_kernel(V, self.g, dtype_in_use(V))
-            return W
-        found = kernels("meanshift", V, self.g)
+        found = kernels("meanshift", V, self.g) if dense(V) else None
         return self.g.exp() * V if found is None else found.scaled_kernel(V, self.g, dtype_in_use(V))
 
     def right_inverse(self, weight: Tensor) -> Tensor:

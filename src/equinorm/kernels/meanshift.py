@@ -80,27 +80,13 @@ def _scaling_backward(shape: tuple[int, ...], device: torch.device, *dtypes: tor
     return Launch(_scale_backward, (filters,), device, size=size, BLOCK=block)
 
 
-def scale(V: Tensor, g: Tensor, dtype: torch.dtype, kernel: Any = None) -> Tensor:
-    """e^g · V. `kernel`: what to call in place of `_scale`, such as one that torch has wrapped."""
-    W = torch.empty_like(V, dtype=dtype)
-    _scaling(V.shape, V.device, V.dtype, g.dtype, dtype).by(kernel, V, g, W)
-    return W
-
-
-def scale_backward(grad: Tensor, V: Tensor, g: Tensor, kernel: Any = None) -> tuple[Tensor, Tensor]:
-    """Gradients of V and g. `kernel`: in place of `_scale_backward`."""
-    if grad.stride() != V.stride():
-        grad = torch.empty_like(V, dtype=grad.dtype).copy_(grad)
-    grad_V, grad_g = torch.empty_like(V), torch.empty_like(g)
-    _scaling_backward(V.shape, V.device, grad.dtype, V.dtype, g.dtype).by(kernel, grad, V, g, grad_V, grad_g)
-    return grad_V, grad_g
-
-
 class _ScaledKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, V: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(V, g)
-        return scale(V, g, dtype)
+        W = torch.empty_like(V, dtype=dtype)
+        _scaling(V.shape, V.device, V.dtype, g.dtype, dtype)(V, g, W)
+        return W
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -109,7 +95,10 @@ class _ScaledKernel(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody will differentiate this once more
             grad = g.exp() * grad.to(V.dtype)
             return grad, (grad * V).sum(list(range(1, V.dim())), keepdim=True), None
-        grad_V, grad_g = scale_backward(grad, V, g)
+        if grad.stride() != V.stride():
+            grad = torch.empty_like(V, dtype=grad.dtype).copy_(grad)
+        grad_V, grad_g = torch.empty_like(V), torch.empty_like(g)
+        _scaling_backward(V.shape, V.device, grad.dtype, V.dtype, g.dtype)(grad, V, g, grad_V, grad_g)
         for_V, for_g, _ = ctx.needs_input_grad
         return grad_V if for_V else None, grad_g if for_g else None, None
 

@@ -1,8 +1,8 @@
 """Kernels as operations of torch, for `torch.compile`: the code it generates launches them as it does its own.
 
 Of the many small sums over the weights of an EquiNorm layer it would make half a dozen kernels each way; ours are one
-each. The sums over inputs and gradients stay in plain torch, where they are taken on the way of something else. And
-mean shift rejection's e^g · V is one kernel each way, with the sum for the gradient of g.
+each. The sums over inputs and gradients stay in plain torch, where they are taken on the way of something else. Mean
+shift rejection's e^g · V stays there too: the code that is generated for it was the faster of the two.
 """
 
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from . import meanshift
 from .equilibrium import (
     Convolution,
     Settings,
@@ -21,9 +20,7 @@ from .equilibrium import (
     transform_weight_backward,
 )
 
-__all__ = ["equilibrated", "equilibrated_backward", "scaled_kernel", "scaled_kernel_backward"]
-
-# -- EquiNorm ----------------------------------------------------------------------------------------------------------
+__all__ = ["equilibrated", "equilibrated_backward"]
 
 
 def _settings(groups: int, two_pass: bool, eps: float, dtype: torch.dtype) -> Settings:
@@ -95,30 +92,3 @@ def _backward(ctx: Any, grad: Tensor, grad_offset: Tensor, _: Any) -> tuple[Any,
 
 
 equilibrated.register_autograd(_backward, setup_context=_keep)
-
-
-# -- mean shift rejection ----------------------------------------------------------------------------------------------
-
-
-@triton_op("equinorm::scaled_kernel", mutates_args=())
-def scaled_kernel(V: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """e^g · V in precision `dtype`; `V` is `dense`, g contiguous."""
-    return meanshift.scale(V, g, dtype, kernel=wrap_triton(meanshift._scale))
-
-
-@triton_op("equinorm::scaled_kernel_backward", mutates_args=())
-def scaled_kernel_backward(grad: Tensor, V: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of V and g."""
-    return meanshift.scale_backward(grad, V, g, kernel=wrap_triton(meanshift._scale_backward))
-
-
-def _keep_scaled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    V, g, _ = inputs
-    ctx.save_for_backward(V, g)
-
-
-def _backward_scaled(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *scaled_kernel_backward(grad, *ctx.saved_tensors), None
-
-
-scaled_kernel.register_autograd(_backward_scaled, setup_context=_keep_scaled)
