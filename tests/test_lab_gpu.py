@@ -35,7 +35,9 @@ RUNS = {
     "adam": replace(FC, method=Method("enorm"), optim=Optim(0.001, schedule=Linear(hold=0.5), name="adam")),
     "batchnorm": CONV,
     "mixup": replace(CONV, data=replace(CONV.data, mixup=2.0, manifold=True)),
+    "binary loss": replace(CONV, data=replace(CONV.data, mixup=2.0, manifold=True), loss="binary"),
     "equinorm": replace(CONV, model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "equinorm"})),
+    "activation first": replace(CONV, model=Model("resnet_cifar", {"depth": 8, "width": 8, "preact": True})),
     "msr": replace(
         CONV,
         model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "msr", "noise": 0.1}),

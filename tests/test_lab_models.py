@@ -54,6 +54,7 @@ def size(name: str, classes: int, shape: tuple[int, int, int], **options: Any) -
     [
         ("wrn_20_96", 10, CIFAR, {}, 9.7),  # defazio2018, section 6.1
         ("wrn_20_96", 10, CIFAR, {"norm": "equinorm"}, 9.7),
+        ("wrn_20_96", 10, CIFAR, {"preact": True}, 9.7),
         ("preact_resnet", 10, CIFAR, {"depth": 152}, 58.1),  # defazio2018, section 6.1
         ("preact_resnet", 10, CIFAR, {"depth": 18}, 11.2),
         ("resnet_cifar", 10, CIFAR, {"depth": 20}, 0.27),  # He et al. 2015, table 6
@@ -252,7 +253,12 @@ def test_groups_divide_the_channels_and_hold_two_of_them(channels: int, groups: 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in names()), ("resnet18", {"skips": "C"}), ("preact_resnet", {"depth": 50})],
+    [
+        *((name, {}) for name in names()),
+        ("resnet18", {"skips": "C"}),
+        ("preact_resnet", {"depth": 50}),
+        ("resnet_cifar", {"preact": True}),
+    ],
 )
 def test_scaled_weight_norm_scales_are_those_of_convert(name: str, options: dict[str, Any]) -> None:
     """Which layers a ReLU follows, and which end a branch: `convert` finds it in the graph."""

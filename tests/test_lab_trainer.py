@@ -18,13 +18,13 @@ import torch
 from PIL import Image
 
 from equinorm.lab import UserError
-from equinorm.lab.data import prepare
+from equinorm.lab.data import mixed_loss, prepare
 from equinorm.lab.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.schedules import Linear, Step, SuperConvergence
 from equinorm.lab.store import Record, Store
 from equinorm.lab.together import train_together
 from equinorm.lab.trainer import Job, _Grid, inputs_of, train, train_all
-from equinorm.lab.training import Inputs, Training, mixed_seed
+from equinorm.lab.training import LOSSES, Inputs, Training, mixed_seed
 
 DIGITS = Data("digits", train=200)
 IMAGES = Data("digits", {"size": 12, "channels": 3}, train=96, flip=True, padding=2)
@@ -51,6 +51,7 @@ RUNS = {
         data=replace(IMAGES, mixup=2.0, manifold=True, inputs="unit"),
         model=Model("resnet_cifar", {"depth": 8, "width": 4, "norm": "equinorm"}),
         optim=Optim(0.1, momentum=0.9, schedule=SuperConvergence()),
+        loss="binary",
     ),
 }
 
@@ -231,6 +232,30 @@ def test_a_run_another_process_holds_is_left_to_it(tmp_path: Path) -> None:
 def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch 500 is larger than the training set of 200"):
         train(replace(BASE, batch=500), Store(tmp_path))
+
+
+def test_the_binary_loss_is_that_of_mixed_targets(tmp_path: Path) -> None:
+    """As in the program of Verma et al.; a network that is sure of itself must not get infinite gradients."""
+    logits = torch.tensor([[3.0, -2.0, 0.5], [200.0, -200.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    y, permutation, lam = torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]), 0.3
+    target = lam * torch.eye(3)[y] + (1 - lam) * torch.eye(3)[y[permutation]]
+    expected = torch.nn.BCELoss()(logits.softmax(1), target)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mixed_loss(LOSSES["binary"], logits, y, lam, permutation)
+    torch.testing.assert_close(found, expected)
+    for value, exact in zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True):
+        assert value.isfinite().all()
+        torch.testing.assert_close(value, exact)
+    with pytest.raises(ValueError, match="loss must be cross_entropy or binary, got 'hinge'"):
+        train(replace(BASE, loss="hinge"), Store(tmp_path))
+
+
+def test_a_field_that_came_later_leaves_the_keys_of_older_runs_alone() -> None:
+    assert "loss" not in BASE.to_dict()
+    assert replace(BASE, loss="cross_entropy").key == BASE.key
+    other = replace(BASE, loss="binary")
+    assert other.key != BASE.key
+    assert Run.from_dict(other.to_dict()) == other
 
 
 def test_an_unknown_method_is_refused_by_name(tmp_path: Path) -> None:

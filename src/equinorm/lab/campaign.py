@@ -116,6 +116,7 @@ ITEMS = (
     Item("table2-32", "stock2019/table2", columns=("32",), n=1, after="tuning-nv", note="no momentum, batch 32"),
     Item("table3-8", "stock2019/table3", columns=("8",), n=1, after="tuning-small", note="momentum, batch 8"),
     Item("defazio-figure3", "defazio2018/figure3", note="WRN, 30 epochs: BN and EquiNorm n = 5, GN n = 2"),
+    Item("defazio-variants", "defazio2018/variants", note="what figure 3 leaves open, one thing at a time"),
     Item("ruff-headlines", "ruff2020/table1", rows=HEADLINES, n=2, note="ResNet-110, the four first rows"),
     Item("tuning-nv-implicit", stock2019.NV_TUNING, rows=stock2019.nv_tuning_rows(IMPLICIT), note="for tables 5 and 6"),
     Item("table6-128", "stock2019/table6", IMPLICIT, ("128",), n=1, after="tuning-nv-implicit", note="implicit ENorm"),

@@ -20,6 +20,9 @@ __all__ = ["Data", "Method", "Model", "Optim", "Run"]
 
 Options = Mapping[str, Any]
 
+LATER = {"later": True}
+"""Of fields that were added when there were measured runs: where they have their default they are not in the key."""
+
 
 @dataclass(frozen=True)
 class Data:
@@ -84,6 +87,7 @@ class Run:
     precision: str = "tf32"  # float32 | tf32 | bfloat16 (autocast and channels_last)
     record: tuple[str, ...] = ()  # what is measured besides loss and accuracy: "filters", "energy"
     label: str = field(default="", compare=False)
+    loss: str = field(default="cross_entropy", metadata=LATER)  # what is trained; or "binary": see `training.LOSSES`
 
     @cached_property
     def key(self) -> str:
@@ -116,7 +120,8 @@ class Run:
 def _plain(value: Any) -> Any:
     """Nested dataclasses, mappings and tuples as what JSON knows; the same values always give the same text."""
     if hasattr(value, "__dataclass_fields__"):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        values = ((f, getattr(value, f.name)) for f in fields(value))
+        return {f.name: _plain(v) for f, v in values if not ("later" in f.metadata and v == f.default)}
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in sorted(value.items())}
     if isinstance(value, (tuple, list)):

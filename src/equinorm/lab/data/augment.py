@@ -200,5 +200,8 @@ def mix(x: Tensor, lam: Tensor | float, permutation: Tensor) -> Tensor:
 def mixed_loss(
     loss_fn: Callable[[Tensor, Tensor], Tensor], logits: Tensor, y: Tensor, lam: Tensor | float, permutation: Tensor
 ) -> Tensor:
-    """λ·loss(logits, y) + (1 - λ)·loss(logits, y[permutation]): the loss that goes with `mix`."""
+    """λ·loss(logits, y) + (1 - λ)·loss(logits, y[permutation]): the loss that goes with `mix`.
+
+    For a loss that is linear in the target, as cross-entropies are, this is the loss with the mixed target.
+    """
     return lam * loss_fn(logits, y) + (1 - lam) * loss_fn(logits, y[permutation])

@@ -255,6 +255,7 @@ def resnet_cifar(
     noise: float = 0.0,
     noise_at: str = "unit",
     noise_per: str = "element",
+    preact: bool = False,
 ) -> Chain:
     """The ResNets of He et al. 2015 for CIFAR: depth 6n + 2, stages of `width`, twice and four times as many channels.
 
@@ -263,7 +264,8 @@ def resnet_cifar(
     parameters, and 20 layers if the classifier counts and the skips do not.
 
     `noise`: the amplitude of `InputNoise` at each residual unit, at what the whole unit or only its branch reads, per
-    element or per channel.
+    element or per channel. `preact`: norm and ReLU come first in each unit, and once more behind the last (He et al.
+    2016).
     """
     n, rest = divmod(depth - 2, 6)
     if rest or n < 1:
@@ -271,6 +273,7 @@ def resnet_cifar(
     return residual_net(
         make, in_shape, classes, blocks=(n, n, n), widths=(width, 2 * width, 4 * width), first_width=width,
         branch=basic, skips=skips, stem="cifar", noise=noise, noise_at=noise_at, noise_per=noise_per,
+        preact=preact, last_activation=preact,
     )  # fmt: skip
 
 
