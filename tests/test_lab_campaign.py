@@ -26,7 +26,7 @@ from equinorm.lab.trainer import Outcome, save_checkpoint, train_all
 def record_of(
     run: Run, accuracy: float = 50.0, seconds: float = 24.0, together: int = 8, hardware: str = "NVIDIA H200"
 ) -> Record:
-    final = {"test_accuracy": accuracy, "seconds": seconds, "device_seconds": seconds / together}
+    final = {"test_accuracy": accuracy, "seconds": seconds, "device_seconds": seconds / together, "pace": 1e-3}
     return Record(run, "finished", (), final, {"hardware": hardware})
 
 
@@ -171,6 +171,8 @@ def test_estimates_come_from_runs_of_the_same_kind() -> None:
     assert Speeds(on_cpu, "CPU")(FC).alone == pytest.approx(1e4 + campaign.SET_UP)
     guessed = [replace(record, final={"seconds": 24.0}, about=record.about | {"side_by_side": 8}) for record in records]
     assert Speeds(guessed)(FC) == Speeds()(FC)
+    uneven = [replace(record, final={k: v for k, v in record.final.items() if k != "pace"}) for record in records]
+    assert Speeds(uneven)(FC) == Speeds()(FC)
     lost = [replace(record, status="diverged") for record in records]
     assert Speeds(lost)(FC) == Speeds()(FC)
 

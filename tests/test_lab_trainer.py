@@ -189,14 +189,40 @@ class Pretended:
 
     captured, finished, ahead, diverged = True, False, 0, None
 
-    def __init__(self, busy: bool) -> None:
-        self.busy, self.turns = busy, 0
+    def __init__(self, busy: bool = False, done: int = 0) -> None:
+        self.busy, self.done, self.turns = busy, done, 0
 
     def turn(self, steps: int, stop: object) -> None:
         self.turns += 1
 
     def collect(self) -> bool:
         return False
+
+
+def test_time_is_divided_by_what_steps_would_take_alone(tmp_path: Path) -> None:
+    grid = _Grid(Store(tmp_path), torch.device("cpu"), 3, None, math.inf, math.inf, None, None)
+    heavy, light, idle = (Pretended(done=done) for done in (110, 400, 7))
+    paces, charged = (0.03, 0.001, 1.0), (100, 300, 7)
+    grid.jobs = [
+        Job(BASE, training, None, {}, pace=pace, charged=steps)
+        for training, pace, steps in zip((heavy, light, idle), paces, charged, strict=True)
+    ]
+    grid._charged -= 8.0
+    grid._charge()
+    assert [round(8.0 - job.lent, 1) for job in grid.jobs] == [6.0, 2.0, 0.0]
+    grid._charged -= 9.0
+    grid._charge()  # no steps were made: evenly
+    assert [round(17.0 - job.lent, 1) for job in grid.jobs] == [9.0, 5.0, 3.0]
+
+
+def test_the_pace_of_a_run_is_taken_without_changing_it(run: Run, tmp_path: Path) -> None:
+    probed = Training(run, inputs(run))
+    assert 0 < probed.pace() < 60
+    assert 0 < probed.done <= probed.steps_per_epoch
+    assert equal(weights(drive(probed)), weights(drive(Training(run, inputs(run)))))
+    assert probed.pace() == 0  # nothing left to do
+    two = train_all([run, replace(run, seed=7)], Store(tmp_path), side_by_side=2).trained
+    assert all(record.final["pace"] > 0 for record in two)
 
 
 def test_a_run_with_short_steps_does_not_wait_for_one_with_long(tmp_path: Path) -> None:

@@ -204,9 +204,9 @@ class Estimate:
 # runs of the same kind.
 STEP = {
     "fc": (9.0e-4, 1.6e-4, 256),
-    "cifar_nv": (1.7e-3, 1.4e-3, 128),
+    "cifar_nv": (1.6e-3, 1.2e-3, 128),
     "wrn_20_96": (5.2e-3, 4.0e-3, 128),
-    "resnet110": (6.0e-3, 2.0e-3, 128),
+    "resnet110": (5.6e-3, 1.7e-3, 128),
 }
 UNKNOWN = (1.0e-2, 5.0e-3, 128)
 # What a step with very few images takes of one with a usual batch, alone (a guess) and side by side (measured for
@@ -226,7 +226,8 @@ def steps(run: Run) -> float:
 class Speeds:
     """Estimates from the runs that a store holds, and from a table where it holds none of the kind.
 
-    Runs count whose part of the device was measured: how many might have run beside one says little.
+    Runs count whose part of the device was measured by their pace: an even part of a device that others shared says
+    little, and less how many might have.
     """
 
     def __init__(self, records: Iterable[Record] = (), hardware: str | None = None) -> None:
@@ -235,7 +236,7 @@ class Speeds:
         for record in records:
             seconds, device = record.final.get("device_seconds"), str(record.about.get("hardware", ""))
             fits = device.startswith(hardware) if hardware is not None else not device.startswith("CPU")
-            if record.status == "finished" and seconds and fits:
+            if record.status == "finished" and seconds and fits and (record.final.get("pace") or record.together == 1):
                 k, times = record.together, _alone_to_floor(record.run)
                 floor = seconds / (1 + (times - 1) / k) / steps(record.run) / _size(record.run)
                 for kind in _kinds(record.run):

@@ -137,6 +137,8 @@ class Job:
     about: dict[str, Any]
     seconds_before: float = 0.0  # spent before it was last interrupted
     lent: float = 0.0  # of its seconds, what the runs beside it had of the device
+    pace: float = 0.0  # seconds of a step that has the device to itself; 0: not measured, as none runs beside it
+    charged: int = 0  # steps whose time has been divided
     began: float = field(default_factory=time.monotonic)
     saved: float = field(default_factory=time.monotonic)
 
@@ -158,6 +160,8 @@ class Job:
         log, reason = self.training.log, self.training.diverged
         seconds = self.seconds
         final = log[-1] | {"seconds": seconds, "device_seconds": seconds - self.lent}
+        if self.pace:
+            final["pace"] = self.pace
         status: Literal["finished", "diverged"] = "finished" if reason is None else "diverged"
         return Record(self.run, status, tuple(log), final | ({"reason": reason} if reason else {}), self.about)
 
@@ -201,12 +205,13 @@ class _Grid:
             state = load_checkpoint(self.store.checkpoint(run))
             make_room(self.device)
             training = Training(run, self.inputs(run), state and state["training"])
+            pace = training.pace() if self.width > 1 else 0.0
         except BaseException:
             claim.release()
             raise
         facts = about(self.device) | {"side_by_side": self.width}
         self._charge()
-        self.jobs.append(Job(run, training, claim, facts, *spent(state)))
+        self.jobs.append(Job(run, training, claim, facts, *spent(state), pace, training.done))
 
     def inputs(self, run: Run) -> Inputs | Streamed:
         """The data a run wants, on the device; shared by all runs that want the same."""
@@ -239,10 +244,16 @@ class _Grid:
         return news
 
     def _charge(self) -> None:
-        """Divide the time since the last call among the jobs in progress; to be called before these change."""
+        """Divide the time since the last call among the jobs in progress; to be called before these change.
+
+        Each has a part as large as what its steps would have taken by themselves.
+        """
         now = time.monotonic()
-        for job in self.jobs:
-            job.lent += (now - self._charged) * (1 - 1 / len(self.jobs))
+        alone = [job.pace * (job.training.done - job.charged) for job in self.jobs]
+        for job, own in zip(self.jobs, alone, strict=True):
+            part = own / sum(alone) if sum(alone) else 1 / len(self.jobs)
+            job.lent += (now - self._charged) * (1 - part)
+            job.charged = job.training.done
         self._charged = now
 
     def _finish(self, job: Job) -> None:

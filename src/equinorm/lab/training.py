@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ __all__ = ["LOSSES", "Inputs", "Streamed", "Training", "precision"]
 
 TEST_BATCH = 2000
 AT_ONCE = 8  # steps in one graph at most
+PROBES = 4  # graphs from which the pace of a run is taken
 FEW = 32  # images: kernels of such batches are small, and go first where others fill the device
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
@@ -402,6 +404,24 @@ class Training:
         if self.captured:
             with self._stream():
                 self._turns.append(_event())
+
+    def pace(self) -> float:
+        """Seconds of a step that has the device to itself, found by making some.
+
+        The fastest of several graphs, up to the end of the epoch: the first of a kind must be captured.
+        """
+        took: list[float] = []
+        while len(took) < PROBES and not self.finished and not (took and self.at_epoch_end):
+            self._wait()
+            before, start = self.done, time.monotonic()
+            self.step(self.at_once)
+            self._wait()
+            took.append((time.monotonic() - start) / (self.done - before))
+        return min(took, default=0.0)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @property
     def busy(self) -> bool:

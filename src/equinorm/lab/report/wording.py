@@ -64,8 +64,8 @@ LEGEND = (
     "✓ reproduced: within the tolerance, which stands in brackets after the difference. ✗ not reproduced. ◐ in part. "
     "Diverged runs are counted, and are in no mean. Gains are in points of accuracy: the mean over the columns of a "
     "table or figure, and the range; those within the spread of the runs mean little. Costs are the median time of a "
-    "run on its device; of runs that shared it, their part: a lower bound in logs without device_seconds, where it "
-    "is not known how many of those allowed beside it there were."
+    "run on its device; of runs that shared it, their part: an even one in logs without pace, whatever ran beside "
+    "them, and a lower bound in logs without device_seconds, where it is not known how many there were."
 )
 HEADLINE = (
     "Test accuracy on CIFAR-10 in %, mean ± standard deviation or median and interquartile range (IQR), and what the "
