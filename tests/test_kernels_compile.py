@@ -76,7 +76,7 @@ def test_convolution(compiled: set[str], channels: int, dtype: torch.dtype) -> N
     weights = [torch.rand(channels, channels, 3, 3).to(dtype).requires_grad_() for _ in range(2)]
     scales = [torch.zeros(channels, 1, 1, 1, requires_grad=True) for _ in range(2)]
     back(convolution.conv3x3(x, weights[0]))
-    back(convolution.residual(x, *weights, *scales))
+    back(convolution.residuals(x, [convolution.Unit(*weights, *scales)] * 2, 0.1))
     assert compiled == {"_convolve", "_weight_parts", "_sum_parts"}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equinorm.lab import models
 from equinorm.lab.models import fused
-from kernels_lab import assert_close, check_convolution, check_norm, check_pool, check_residual
+from kernels_lab import assert_close, check_convolution, check_norm, check_pool, check_residuals, factors
 from triton_interpreter import interpreted
 
 convolution, normalization, pooling = (interpreted(name) for name in ("convolution", "normalization", "pooling"))
@@ -41,10 +41,33 @@ def test_convolution(
     check_convolution(convolution, images, channels, torch.float16, plus, relu, scaled, **kernel)
 
 
-@quick
-@given(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), channels, st.booleans())
-def test_residual_units(images: Any, channels: int, scaled: bool) -> None:
-    check_residual(convolution, images, channels, torch.float16, scaled)
+@settings(quick, max_examples=8)
+@given(
+    st.tuples(st.integers(1, 2), st.integers(3, 6), st.integers(3, 6)),
+    channels,
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_residual_units(images: Any, channels: int, number: int, scaled: bool, noise: float) -> None:
+    check_residuals(convolution, images, channels, number, torch.float16, scaled, noise)
+
+
+def test_the_noise_of_a_hash_is_uniform_and_independent() -> None:
+    """Neighbours, different numbers, and numbers of which one is the same."""
+    torch.manual_seed(0)
+    shape, n = (4, 16, 32, 32), 65536
+    seeds = torch.randint(2**31, (12, 4), dtype=torch.int32)
+    seeds[1, 0], seeds[3, 1] = seeds[0, 0], seeds[2, 1]
+    seeds[5, 0] = seeds[4, 0] ^ 1
+    drawn = torch.stack([factors(seed, shape, 1.0).permute(0, 2, 3, 1).flatten() - 1 for seed in seeds]).double()
+    ordered = torch.linspace(-1, 1, n, dtype=torch.float64)
+    assert (drawn.sort(1).values - ordered).abs().max() < 2 * 1.95 / n**0.5  # Kolmogorov and Smirnov, one in a thousand
+    for several in (drawn, drawn.roll(1, 1), drawn.roll(16, 1), drawn.roll(512, 1)):
+        together = drawn @ several.T / (n / 3)
+        together.fill_diagonal_(0) if several is drawn else None
+        assert together.abs().max() < 5 / n**0.5
+    assert not torch.equal(drawn[4].sort().values, drawn[5].sort().values)  # not the same in another order
 
 
 @pytest.mark.parametrize("channels", [16, 32])
@@ -201,21 +224,38 @@ def test_small_convolutions_are_found(launched: list[str]) -> None:
 @pytest.mark.parametrize("norm", ["none", "msr"])
 def test_convolutions_take_in_what_follows(launched: list[str], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = models.build("resnet_cifar", classes=3, in_shape=(3, 8, 8), depth=8, width=16, norm=norm)
+    model = models.build("resnet_cifar", classes=3, in_shape=(3, 4, 4), depth=14, width=16, norm=norm)
     model = model.to(memory_format=torch.channels_last).half()  # type: ignore[call-overload]
-    x = torch.rand(2, 3, 8, 8).half().to(memory_format=torch.channels_last)
+    x = torch.rand(2, 3, 4, 4).half().to(memory_format=torch.channels_last)
     rectified: list[int] = []
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: rectified.append(1) or torch.relu(x))
     units: list[int] = []
-    residual = convolution.residual
-    monkeypatch.setattr(convolution, "residual", lambda *some: units.append(1) or residual(*some))
+    residuals = convolution.residuals
+    monkeypatch.setattr(convolution, "residuals", lambda x, some, _: units.append(len(some)) or residuals(x, some))
     found = outcome(model, x)
-    assert launched.count("convolution") >= 4
     assert not rectified
-    assert len(units) == 1  # where neither size nor channels change
+    assert units == [2, 1, 1]  # where neither size nor channels change
     exact = outcome(copy.deepcopy(model).double(), x.double())
     for name, tensor in found.items():
         assert_close(tensor, exact[name], torch.float16, scale=float(exact[name].abs().max()) + 10)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_units_taken_together_have_their_noise(launched: list[str], training: bool) -> None:
+    """With seeds drawn at once: other numbers than one by one, as often, and none in evaluation."""
+    options = {"depth": 20, "width": 16, "norm": "none", "noise": 0.5}
+    stage = models.build("resnet_cifar", classes=3, in_shape=(3, 4, 4), **options).stages[0].train(training)
+    stage = stage.to(memory_format=torch.channels_last).half()  # type: ignore[call-overload]
+    x = torch.rand(2, 3, 4, 4).half().to(memory_format=torch.channels_last)
+    first, second = (fused.in_turn(stage, x) for _ in range(2))
+    assert torch.equal(first, second) is not training
+    for unit in list(stage)[1:]:
+        unit.noise.a = 0.0
+    assert torch.equal(fused.in_turn(stage, x), first) is not training
+    heard: list[Tensor] = []
+    stage[2].register_forward_hook(lambda *_: heard.append(x))
+    fused.in_turn(stage, x)
+    assert len(heard) == 1
 
 
 def test_hooks_still_hear_every_module(launched: list[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels_lab import check_convolution, check_norm, check_pool, check_residual
+from kernels_lab import check_convolution, check_norm, check_pool, check_residuals
 
 pytestmark = pytest.mark.gpu
 
@@ -30,8 +30,8 @@ def test_convolution(dtype: torch.dtype, layout: torch.memory_format) -> None:
 def test_residual_units(dtype: torch.dtype, images: tuple[int, int, int], channels: int) -> None:
     from equinorm.kernels import convolution
 
-    for scaled in (False, True):
-        check_residual(convolution, images, channels, dtype, scaled, device="cuda")
+    for number, scaled, noise in ((1, False, 0.0), (3, True, 0.5)):
+        check_residuals(convolution, images, channels, number, dtype, scaled, noise, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -40,7 +40,7 @@ RUNS = {
     "activation first": replace(CONV, model=Model("resnet_cifar", {"depth": 8, "width": 8, "preact": True})),
     "msr": replace(
         CONV,
-        model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "msr", "noise": 0.1}),
+        model=Model("resnet_cifar", {"depth": 14, "width": 16, "norm": "msr", "noise": 0.1}),
         method=Method("msr"),
         record=("filters",),
     ),

@@ -1,7 +1,7 @@
 """The same layers with fewer and better filled kernels, for those who ask for them:
 
     with fused_kernels():
-        loss = model(x).square().sum()    # small convolutions; sum, ReLU and pool with the layer beside them
+        loss = model(x).square().sum()    # small convolutions; sum, ReLU, noise and pool with the layer beside them
 
 Without, and wherever the kernels cannot be launched, the layers are what they are in torch.
 """
@@ -18,10 +18,10 @@ from torch.nn.modules import module as hooks
 from torch.nn.utils import parametrize
 
 from ...kernels.dispatch import kernels
-from ...meanshift import ScaledKernel
+from ...meanshift import InputNoise, ScaledKernel
 from ...weightnorm import originals
 
-__all__ = ["Conv2d", "add_and_rectify", "fused_kernels", "in_turn"]
+__all__ = ["Conv2d", "Residual", "fused_kernels", "in_turn"]
 
 _wanted = False
 
@@ -53,7 +53,7 @@ class Conv2d(nn.Conv2d):
 
     def _then(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
         weight, log_scale = self._scaled_weight()
-        found = _kernels("convolution", x, weight, plus, log_scale) if self._is_bare else None
+        found = _kernels("convolution", x, weight, plus, log_scale) if self.is_bare else None
         if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
             out: Tensor = found.conv3x3(x, weight, plus, relu, log_scale)
             return out
@@ -70,7 +70,7 @@ class Conv2d(nn.Conv2d):
         return self.weight, None
 
     @property
-    def _is_bare(self) -> bool:
+    def is_bare(self) -> bool:
         """Whether it is 3 × 3 without bias, stride or anything else."""
         return (
             self.bias is None
@@ -81,6 +81,51 @@ class Conv2d(nn.Conv2d):
         )
 
 
+class Residual(nn.Module):
+    """relu(branch(x) + skip(x)); with the activation first: branch(y) + skip(x), y = relu(norm(x)), or skip(y).
+
+    A learned skip reads y, as in the published code of He et al. 2016. Noise multiplies what the whole unit reads
+    (ruff2020, section 4.4), or with `noise_at="branch"` what its branch reads.
+    """
+
+    def __init__(
+        self,
+        branch: nn.Sequential,
+        skip: nn.Module,
+        noise: nn.Module,
+        first: nn.Module | None,
+        relu: nn.Module | None,
+        noise_at: str = "unit",
+    ) -> None:
+        super().__init__()
+        self.noise, self.noise_at = noise, noise_at
+        self.first = nn.Identity() if first is None else first
+        self.branch, self.skip = branch, skip
+        self.relu = nn.Identity() if relu is None else relu
+        self.skip_reads_first = isinstance(skip, nn.Sequential)
+
+    @property
+    def convolutions(self) -> list[Conv2d]:
+        """Those of relu(conv(relu(conv(x))) + x), with noise in x for each element or none; [] if it is not that."""
+        parts = (*self.branch, self.relu, self.first, self.skip)
+        kinds = [Conv2d if isinstance(part, Conv2d) and part.is_bare else type(part) for part in parts]
+        quiet = not isinstance(self.noise, InputNoise) or (self.noise_at == "unit" and self.noise.per == "element")
+        if not quiet or kinds != [Conv2d, nn.ReLU, Conv2d, nn.ReLU, nn.Identity, nn.Identity]:
+            return []
+        return [part for part in self.branch if isinstance(part, Conv2d)]
+
+    @property
+    def amplitude(self) -> float:
+        """Of the noise; 0 where there is none now."""
+        return self.noise.a if isinstance(self.noise, InputNoise) and self.noise.training else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.noise(x) if self.noise_at == "unit" else x
+        y = self.first(x)
+        skipped = in_turn(self.skip, y if self.skip_reads_first else x)
+        return _in_turn([self.branch, self.relu], self.noise(y) if self.noise_at == "branch" else y, skipped)
+
+
 def _precision(x: Tensor, weight: Tensor) -> torch.dtype:
     """In which torch would convolve."""
     kind = x.device.type
@@ -88,16 +133,12 @@ def _precision(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def in_turn(sequence: nn.Module, x: Tensor) -> Tensor:
-    """`sequence(x)`; convolutions, BatchNorms, GroupNorms and pools take in the ReLU beside them.
+    """`sequence(x)`; convolutions, BatchNorms, GroupNorms and pools take in the ReLU beside them, and residual units
+    of small convolutions are taken together.
 
     Where somebody listens to one of the modules (a hook), each is called by itself.
     """
     return _in_turn([sequence], x)
-
-
-def add_and_rectify(branch: nn.Sequential, x: Tensor, plus: Tensor, relu: nn.Module) -> Tensor:
-    """`relu(branch(x) + plus)`, in the same way."""
-    return _in_turn([branch, relu], x, plus)
 
 
 def _in_turn(modules: list[nn.Module], x: Tensor, plus: Tensor | None = None) -> Tensor:
@@ -129,8 +170,8 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
 
     `plus` is added before the last of all parts.
     """
-    if plus is x and (unit := _residual(parts, x)) is not None:
-        return unit, len(parts)
+    if isinstance(parts[0], Residual):
+        return _residuals(parts, x)
     first, (second, third) = parts[0], (*parts[1:], None, None)[:2]
     if type(first) is nn.ReLU:
         return _pooled(second, x), 2
@@ -140,20 +181,29 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
     return _normalized(first, x), 1
 
 
-def _residual(parts: list[nn.Module], x: Tensor) -> Tensor | None:
-    """relu(conv(relu(conv(x))) + x), if the parts are these and the convolutions small."""
-    first, second = parts[0], parts[2] if len(parts) == 4 else None
-    if not (isinstance(first, Conv2d) and isinstance(second, Conv2d) and type(parts[1]) is type(parts[3]) is nn.ReLU):
+def _residuals(parts: list[nn.Module], x: Tensor) -> tuple[Tensor | None, int]:
+    """What the first parts make of x that are residual units of small convolutions, and how many these are."""
+    units: list[tuple[Tensor | None, ...]] = []
+    first, found = parts[0], _kernels("convolution", x)
+    if not isinstance(first, Residual) or found is None:
+        return None, 0
+    for part in parts:
+        if not isinstance(part, Residual) or part.amplitude != first.amplitude or (unit := _unit(part, x)) is None:
+            break
+        units.append(found.Unit(*unit))
+    return (found.residuals(first.noise(x), units, first.amplitude), len(units)) if units else (None, 0)
+
+
+def _unit(unit: Residual, x: Tensor) -> tuple[Tensor | None, ...] | None:
+    """Weights, and logarithms of their scales, of a unit that reads x; None if the kernels are not for it."""
+    if not unit.convolutions or _listened_to([unit, *unit.children()]):
         return None
-    if not (first._is_bare and second._is_bare) or _kernels("convolution", x) is None:  # before weights are made
-        return None
-    (one, scale), (other, other_scale) = first._scaled_weight(), second._scaled_weight()
+    (one, scale), (other, other_scale) = (conv._scaled_weight() for conv in unit.convolutions)
     found = _kernels("convolution", x, one, other, scale, other_scale)
-    alike = one.shape == other.shape and x.dtype == _precision(x, one) == _precision(x, other)
-    if found is None or not (alike and found.fits(x, one) and found.fits(x, other)):
+    alike = (one.shape, one.stride(), scale is None) == (other.shape, other.stride(), other_scale is None)
+    if found is None or not alike or not x.dtype == _precision(x, one) == _precision(x, other):
         return None
-    out: Tensor = found.residual(x, one, other, scale, other_scale)
-    return out
+    return (one, other, scale, other_scale) if found.fits(x, one) and found.fits(x, other) else None
 
 
 def _is_pool(module: nn.Module | None) -> bool:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ...meanshift import InputNoise
 from .chain import Chain, named
-from .fused import add_and_rectify, in_turn
+from .fused import Residual
 from .norms import Layers, Role
 from .registry import model
 
@@ -32,36 +32,6 @@ class ZeroPaddedSkip(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
-
-
-class Residual(nn.Module):
-    """relu(branch(x) + skip(x)); with the activation first: branch(y) + skip(x), y = relu(norm(x)), or skip(y).
-
-    A learned skip reads y, as in the published code of He et al. 2016. Noise multiplies what the whole unit reads
-    (ruff2020, section 4.4), or with `noise_at="branch"` what its branch reads.
-    """
-
-    def __init__(
-        self,
-        branch: nn.Sequential,
-        skip: nn.Module,
-        noise: nn.Module,
-        first: nn.Module | None,
-        relu: nn.Module | None,
-        noise_at: str = "unit",
-    ) -> None:
-        super().__init__()
-        self.noise, self.noise_at = noise, noise_at
-        self.first = nn.Identity() if first is None else first
-        self.branch, self.skip = branch, skip
-        self.relu = nn.Identity() if relu is None else relu
-        self.skip_reads_first = isinstance(skip, nn.Sequential)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.noise(x) if self.noise_at == "unit" else x
-        y = self.first(x)
-        skipped = in_turn(self.skip, y if self.skip_reads_first else x)
-        return add_and_rectify(self.branch, self.noise(y) if self.noise_at == "branch" else y, skipped, self.relu)
 
 
 Branch = Callable[[Layers, int, int, int, bool], tuple[nn.Sequential, int]]
