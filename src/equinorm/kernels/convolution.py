@@ -113,8 +113,8 @@ def residuals(x: Tensor, units: Sequence[Unit], noise: float = 0.0) -> Tensor:
     through, which the noise does not change.
     """
     with on_device(x.device):
-        # a row for each unit, so long that all begin where a kernel likes it
-        seeds = torch.randint(2**31, (len(units), 4), dtype=torch.int32, device=x.device) if noise else None
+        drawn = noise > 0 and len(units) > 1  # a row for each unit, so long that all begin where a kernel likes it
+        seeds = torch.randint(2**31, (len(units), 4), dtype=torch.int32, device=x.device) if drawn else None
         if not torch.is_grad_enabled():
             return _through(x, units, seeds, noise)
         out: Tensor = _Residuals.apply(x, seeds, noise, *(tensor for unit in units for tensor in unit))
