@@ -200,7 +200,7 @@ class Estimate:
         return self.floor + (self.alone - self.floor) / k
 
 
-# Measured seconds per step on an H200 as (alone, floor), with the batch they belong to. They serve until the store has
+# Seconds per step on an H200 as (alone, floor), roughly as measured, with their batch. They serve until the store has
 # runs of the same kind.
 STEP = {
     "fc": (9.0e-4, 1.6e-4, 256),
