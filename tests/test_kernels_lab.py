@@ -241,21 +241,31 @@ def test_convolutions_take_in_what_follows(launched: list[str], norm: str, monke
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_units_taken_together_have_their_noise(launched: list[str], training: bool) -> None:
-    """With seeds drawn at once: other numbers than one by one, as often, and none in evaluation."""
+@pytest.mark.usefixtures("launched")
+def test_units_taken_together_have_their_noise(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in training, none in evaluation; and those with other noise, or a listener, are not taken along."""
     options = {"depth": 20, "width": 16, "norm": "none", "noise": 0.5}
     stage = models.build("resnet_cifar", classes=3, in_shape=(3, 4, 4), **options).stages[0].train(training)
     stage = stage.to(memory_format=torch.channels_last).half()  # type: ignore[call-overload]
     x = torch.rand(2, 3, 4, 4).half().to(memory_format=torch.channels_last)
+    together: list[tuple[int, float]] = []
+    residuals = convolution.residuals
+    monkeypatch.setattr(
+        convolution, "residuals", lambda x, some, a: together.append((len(some), a)) or residuals(x, some, a)
+    )
     first, second = (fused.in_turn(stage, x) for _ in range(2))
     assert torch.equal(first, second) is not training
-    for unit in list(stage)[1:]:
-        unit.noise.a = 0.0
-    assert torch.equal(fused.in_turn(stage, x), first) is not training
-    heard: list[Tensor] = []
-    stage[2].register_forward_hook(lambda *_: heard.append(x))
+    assert together == [(3, 0.5 * training)] * 2
+    together.clear()
+    stage[3].noise.a = 0.25
     fused.in_turn(stage, x)
-    assert len(heard) == 1
+    assert together == ([(2, 0.5), (1, 0.25)] if training else [(3, 0.0)])
+    together.clear()
+    heard: list[str] = []
+    stage[2].branch[0].register_forward_hook(lambda *_: heard.append("its first convolution"))
+    fused.in_turn(stage, x)
+    assert heard == ["its first convolution"]
+    assert [number for number, _ in together] == [1, 1]
 
 
 def test_hooks_still_hear_every_module(launched: list[str]) -> None:

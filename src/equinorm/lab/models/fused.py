@@ -171,7 +171,7 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
     `plus` is added before the last of all parts.
     """
     if isinstance(parts[0], Residual):
-        return _residuals(parts, x)
+        return _residuals(parts[0], parts, x)
     first, (second, third) = parts[0], (*parts[1:], None, None)[:2]
     if type(first) is nn.ReLU:
         return _pooled(second, x), 2
@@ -181,12 +181,12 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
     return _normalized(first, x), 1
 
 
-def _residuals(parts: list[nn.Module], x: Tensor) -> tuple[Tensor | None, int]:
-    """What the first parts make of x that are residual units of small convolutions, and how many these are."""
-    units: list[tuple[Tensor | None, ...]] = []
-    first, found = parts[0], _kernels("convolution", x)
-    if not isinstance(first, Residual) or found is None:
+def _residuals(first: Residual, parts: list[nn.Module], x: Tensor) -> tuple[Tensor | None, int]:
+    """What as many parts as are residual units of small convolutions, alike `first`, make of x; and how many."""
+    found = _kernels("convolution", x)
+    if found is None:  # before weights are made
         return None, 0
+    units: list[tuple[Tensor | None, ...]] = []
     for part in parts:
         if not isinstance(part, Residual) or part.amplitude != first.amplitude or (unit := _unit(part, x)) is None:
             break
