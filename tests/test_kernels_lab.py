@@ -20,7 +20,10 @@ from triton_interpreter import interpreted
 convolution, normalization, pooling = (interpreted(name) for name in ("convolution", "normalization", "pooling"))
 small = interpreted("normalization")
 small.TILE, small.SHARES = 64, 3  # so small that every loop runs several times
+few = interpreted("convolution")
+few.TILES = {size: tiles._replace(out=tiles.out._replace(pixels=16, programs=3)) for size, tiles in few.TILES.items()}
 quick = settings(max_examples=15, phases=(Phase.explicit, Phase.generate))
+convolutions = st.sampled_from([convolution, few])
 channels = st.sampled_from([16, 16, 32, 64])
 formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
 
@@ -28,6 +31,7 @@ formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
 # the interpreter cannot multiply matrices of bfloat16: that is tested on a GPU
 @quick
 @given(
+    convolutions,
     st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
     st.tuples(channels, channels),
     st.sampled_from([torch.float16, torch.float32]),
@@ -35,22 +39,30 @@ formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
     *(st.booleans(),) * 3,
 )
 def test_convolution(
-    images: Any, channels: Any, dtype: torch.dtype, layout: torch.memory_format, plus: bool, relu: bool, scaled: bool
+    kernels: Any,
+    images: Any,
+    channels: Any,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+    plus: bool,
+    relu: bool,
+    scaled: bool,
 ) -> None:
     kernel = {"dtype": dtype, "memory_format": layout}
-    check_convolution(convolution, images, channels, torch.float16, plus, relu, scaled, **kernel)
+    check_convolution(kernels, images, channels, torch.float16, plus, relu, scaled, **kernel)
 
 
 @settings(quick, max_examples=8)
 @given(
+    convolutions,
     st.tuples(st.integers(1, 2), st.integers(3, 6), st.integers(3, 6)),
     channels,
     st.integers(1, 3),
     st.booleans(),
     st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_residual_units(images: Any, channels: int, number: int, scaled: bool, noise: float) -> None:
-    check_residuals(convolution, images, channels, number, torch.float16, scaled, noise)
+def test_residual_units(kernels: Any, images: Any, channels: int, number: int, scaled: bool, noise: float) -> None:
+    check_residuals(kernels, images, channels, number, torch.float16, scaled, noise)
 
 
 def test_the_noise_of_a_hash_is_uniform_and_independent() -> None:

@@ -1,5 +1,5 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# (kernels take pointers and numbers that Python has no types for)
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+# (kernels take pointers and numbers that Python has no types for, and their tuples grow)
 """Convolutions of 3 × 3 with few channels in Triton; the plain twin is `torch.nn.functional.conv2d`.
 
 The libraries' kernels are made for many channels. With 16 to 64, as in the ResNets for CIFAR, they leave most of a tile
@@ -7,7 +7,8 @@ empty, and their repeatable weight gradient converts everything to float32 first
 
 Three kernels: the output, with the sum, the ReLU and the noise that follow it, which is also the input's gradient with
 the kernel turned round, and there with the noise and the ReLU that come before it; the weight's gradient in parts; and
-the sum of those parts, in a fixed order, so that the same numbers come out every time.
+the sum of those parts, in a fixed order, so that the same numbers come out every time. With 16 channels the first makes
+the second's parts as well, from what it has at hand.
 """
 
 from __future__ import annotations
@@ -25,25 +26,43 @@ from .dispatch import on_device
 __all__ = ["Unit", "conv3x3", "fits", "residuals"]
 
 
-class Tiles(NamedTuple):
-    """Pixels that a program holds at once, and parts into which their sum for the weight's gradient is cut."""
+class Cut(NamedTuple):
+    """How a kernel's work is cut: pixels that a program holds at once, warps that share them, loads on their way."""
 
-    out: int
-    weight: int
-    parts: int
+    pixels: int
+    warps: int
+    stages: int
+    programs: int
+    """That go through all pixels; 0: one for each `pixels`."""
+
+
+class Tiles(NamedTuple):
+    """The cuts of a layer."""
+
+    out: Cut
+    weight: Cut | None
+    """None: each program of `out` that makes the input's gradient keeps the weight's too, one part of the sum."""
     most: int
     """Pixels of a batch: the more channels, the sooner large batches fill the libraries' kernels. Not tuned; batches of
     an evaluation fit."""
 
 
-TILES = {16: Tiles(256, 128, 64, 2**22), 32: Tiles(128, 128, 64, 2**20), 64: Tiles(128, 64, 16, 2**18)}
+TILES = {
+    16: Tiles(Cut(32, 1, 3, 256), None, 2**22),
+    32: Tiles(Cut(128, 4, 1, 0), Cut(64, 1, 2, 64), 2**20),
+    64: Tiles(Cut(128, 8, 1, 0), Cut(64, 4, 3, 16), 2**18),
+}
 """By the number of channels; the fastest of several on an H200 with eight networks side by side."""
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `conv3x3` takes these: bfloat16 or float16 images in channels_last, and a small 3 × 3 kernel."""
+    """Whether `conv3x3` takes these: bfloat16 or float16 images in channels_last, and a small 3 × 3 kernel.
+
+    Nothing fits before Triton 3.3, whose kernels cannot hold tuples.
+    """
     return (
-        x.dtype in (torch.bfloat16, torch.float16)
+        hasattr(tl, "tuple")
+        and x.dtype in (torch.bfloat16, torch.float16)
         and weight.dtype in (x.dtype, torch.float32)
         and x.dim() == weight.dim() == 4
         and tuple(weight.shape[2:]) == (3, 3)
@@ -88,10 +107,13 @@ class _Conv3x3(torch.autograd.Function):
         for_x, for_weight, for_plus, _, for_scale = ctx.needs_input_grad
         if out is not None:
             grad = torch.ops.aten.threshold_backward(grad, out, 0)
-        grad_x = _convolved(grad, weight, log_scale, turned=True) if for_x else None
-        found: tuple[Tensor | None, Tensor | None] = (None, None)
-        if for_weight or for_scale:
-            (found,) = _weight_gradients(Sent(x, grad, weight, log_scale))
+        sent = Sent(x, grad, weight, log_scale)
+        parts = _parts(sent) if for_weight or for_scale else None
+        grad_x, found = None, (None, None)
+        if for_x or _at_once(weight):
+            grad_x = _sent_back(sent, parts)
+        if parts is not None:
+            (found,) = _weight_gradients(parts, sent)
         return grad_x, found[0], grad if for_plus else None, None, found[1]
 
 
@@ -152,13 +174,13 @@ class _Residuals(torch.autograd.Function):
         found: list[Tensor | None] = []
         for i in range(len(units))[::-1]:
             unit, (x, inside) = units[i], kept[2 * i : 2 * i + 2]
-            back = _convolved(grad, unit.second, unit.second_scale, turned=True, behind=inside)
-            first = Sent(x, back, unit.first, unit.first_scale)
             second = Sent(inside, grad, unit.second, unit.second_scale)
-            grads, scale_grads = zip(*_weight_gradients(first, second), strict=True)
+            parts = _parts(second, 2)
+            first = Sent(x, _sent_back(second, parts[1], behind=True), unit.first, unit.first_scale)
+            seed = None if seeds is None or i == 0 else seeds[i]
+            grad = _sent_back(first, parts[0], behind=i > 0, plus=grad, seed=seed, noise=ctx.noise)
+            grads, scale_grads = zip(*_weight_gradients(parts, first, second), strict=True)
             found = [*grads, *scale_grads, *found]
-            before = {} if i == 0 else {"behind": x, "seed": None if seeds is None else seeds[i], "noise": ctx.noise}
-            grad = _convolved(back, unit.first, unit.first_scale, turned=True, plus=grad, **before)
         return grad, None, None, *found
 
 
@@ -177,16 +199,18 @@ def _convolved(
     log_scale: Tensor | None,
     *,
     plus: Tensor | None = None,
-    behind: Tensor | None = None,
     relu: bool = False,
-    turned: bool = False,
     seed: Tensor | None = None,
     noise: float = 0.0,
+    turned: bool = False,
+    read: Tensor | None = None,
+    behind: bool = False,
+    parts: Tensor | None = None,
 ) -> Tensor:
     """relu(x with the kernel, plus something), with `seed` times U(1 - noise, 1 + noise).
 
-    `turned`: with the kernel's transpose, which takes a gradient of the output to one of the input; if that lies
-    `behind` a ReLU, to one of what the ReLU took.
+    `turned`: with the kernel's transpose, which takes a gradient of the output to one of the input; for what was `read`
+    `behind` a ReLU, to one of what the ReLU took. `parts` are given those of the weight's gradient.
     """
     n, channels, height, width = x.shape
     out_stride, in_stride, tap = _strides(weight)
@@ -194,13 +218,19 @@ def _convolved(
     strides = (out_stride, in_stride) if turned else (in_stride, out_stride)
     out = torch.empty((n, size, height, width), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     pixels = n * height * width
-    block = TILES[max(channels, size)].out
-    _convolve[(triton.cdiv(pixels, block),)](
-        x, weight, log_scale, plus, behind, seed, out, pixels, *strides, tap,
-        HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, RELU=relu,
-        NOISE=0.0 if seed is None else noise, BLOCK=block, num_warps=4,
+    cut = TILES[max(channels, size)].out
+    times = _times(pixels, cut)
+    _convolve[(triton.cdiv(pixels, cut.pixels * times),)](
+        x, weight, log_scale, plus, read, seed, out, parts, pixels, *strides, tap,
+        HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, RELU=relu, BEHIND=behind,
+        NOISE=0.0 if seed is None else noise, BLOCK=cut.pixels, TIMES=times, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     return out
+
+
+def _times(pixels: int, cut: Cut) -> int:
+    """Tiles that a program takes one after the other: a power of two, so that few kernels are compiled."""
+    return triton.next_power_of_2(triton.cdiv(pixels, cut.pixels * cut.programs)) if cut.programs else 1
 
 
 @triton.jit
@@ -228,36 +258,72 @@ def _factors(seed, pixel, OUT: tl.constexpr, NOISE: tl.constexpr):
 
 
 @triton.jit
-def _convolve(
-    x, weight, log_scale, plus, behind, seed, out, pixels, in_stride, out_stride, tap_stride,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr,
-    RELU: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+def _tap(
+    weight, scale, tap, in_stride, out_stride, tap_stride,
+    IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """What the pixel in one of nine directions is multiplied by."""
     a, b = tl.arange(0, IN), tl.arange(0, OUT)
-    total = tl.zeros([BLOCK, OUT], tl.float32)
+    weight += (8 - tap if TURNED else tap) * tap_stride
+    kernel = tl.load(weight + a[:, None] * in_stride + b[None, :] * out_stride)
+    if scale is not None:
+        kernel = scale * kernel.to(tl.float32)
+    return kernel.to(DTYPE)
+
+
+@triton.jit
+def _convolve(
+    x, weight, log_scale, plus, read, seed, out, parts, pixels, in_stride, out_stride, tap_stride,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr,
+    RELU: tl.constexpr, BEHIND: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
+    a, b = tl.arange(0, IN), tl.arange(0, OUT)
+    DTYPE: tl.constexpr = x.dtype.element_ty
     if log_scale is not None:
         scale = tl.exp(tl.load(log_scale + (a if TURNED else b)).to(tl.float32))
         scale = scale[:, None] if TURNED else scale[None, :]
-    for tap in tl.static_range(9):
-        there, step = _shifted(pixel, pixels, tap // 3 - 1, tap % 3 - 1, HEIGHT, WIDTH)
-        seen = tl.load(x + (pixel + step)[:, None] * IN + a[None, :], there[:, None], 0.0)
-        tap_weight = weight + (8 - tap if TURNED else tap) * tap_stride
-        kernel = tl.load(tap_weight + a[:, None] * in_stride + b[None, :] * out_stride)
-        if log_scale is not None:
-            kernel = scale * kernel.to(tl.float32)
-        total = tl.dot(seen, kernel.to(seen.dtype), total)
-    place = pixel[:, None] * OUT + b[None, :]
-    inside = (pixel < pixels)[:, None]
-    if plus is not None:
-        total += tl.load(plus + place, inside, 0.0).to(tl.float32)
-    if behind is not None:
-        total = tl.where(tl.load(behind + place, inside, 0.0) > 0, total, 0.0)
-    if RELU:
-        total = tl.where(total > 0, total, tl.where(total == total, 0.0, total))  # NaN stays NaN
-    if seed is not None:
-        total *= _factors(seed, pixel, OUT, NOISE)
-    tl.store(out + place, total.to(out.dtype.element_ty), inside)
+    else:
+        scale = None
+    kernel = ()
+    if TIMES > 1:
+        for tap in tl.static_range(9):
+            kernel += (_tap(weight, scale, tap, in_stride, out_stride, tap_stride, IN, OUT, TURNED, DTYPE),)
+    if parts is not None:
+        zero = tl.zeros([OUT, IN], tl.float32)
+        sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    for i in range(TIMES):
+        pixel = (tl.program_id(0) * TIMES + i) * BLOCK + tl.arange(0, BLOCK)
+        place = pixel[:, None] * OUT + b[None, :]
+        inside = (pixel < pixels)[:, None]
+        if BEHIND or parts is not None:
+            before = tl.load(read + place, inside, 0.0)
+        total = tl.zeros([BLOCK, OUT], tl.float32)
+        more = ()
+        for tap in tl.static_range(9):
+            there, step = _shifted(pixel, pixels, tap // 3 - 1, tap % 3 - 1, HEIGHT, WIDTH)
+            seen = tl.load(x + (pixel + step)[:, None] * IN + a[None, :], there[:, None], 0.0)
+            if TIMES > 1:
+                total = tl.dot(seen, kernel[tap], total)
+            else:
+                own = _tap(weight, scale, tap, in_stride, out_stride, tap_stride, IN, OUT, TURNED, DTYPE)
+                total = tl.dot(seen, own, total)
+            if parts is not None:
+                more += (tl.dot(tl.trans(before), seen, sums[tap]),)
+        if parts is not None:
+            sums = more
+        if plus is not None:
+            total += tl.load(plus + place, inside, 0.0).to(tl.float32)
+        if BEHIND:
+            total = tl.where(before > 0, total, 0.0)
+        if RELU:
+            total = tl.where(total > 0, total, tl.where(total == total, 0.0, total))  # NaN stays NaN
+        if seed is not None:
+            total *= _factors(seed, pixel, OUT, NOISE)
+        tl.store(out + place, total.to(DTYPE), inside)
+    if parts is not None:  # turned: x is a gradient of the output, and a pixel's neighbour had the opposite tap
+        parts += tl.program_id(0) * (OUT * 9 * IN) + a[None, :] * (9 * OUT) + b[:, None]
+        for tap in tl.static_range(9):
+            tl.store(parts + (8 - tap) * OUT, sums[tap])
 
 
 class Sent(NamedTuple):
@@ -269,25 +335,46 @@ class Sent(NamedTuple):
     log_scale: Tensor | None
 
 
-def _weight_gradients(first: Sent, second: Sent | None = None) -> list[tuple[Tensor, Tensor | None]]:
-    """Gradients of weight and scales, of one convolution or of two that are alike."""
+def _sent_back(sent: Sent, parts: Tensor | None, **after: Any) -> Tensor:
+    """The gradient of what a convolution has read; `parts` are given those of its weight's if they are made at once."""
+    if not _at_once(sent.weight):
+        parts = None
+    return _convolved(sent.grad, sent.weight, sent.log_scale, turned=True, read=sent.x, parts=parts, **after)
+
+
+def _at_once(weight: Tensor) -> bool:
+    return TILES[max(weight.shape[:2])].weight is None
+
+
+def _parts(sent: Sent, count: int = 1) -> Tensor:
+    """Room for the sums over shares of the pixels that make the weight's gradient, of `count` convolutions alike."""
+    pixels = sent.x.numel() // sent.x.shape[1]
+    out, weight, _ = TILES[max(sent.weight.shape[:2])]
+    share = out.pixels * _times(pixels, out) if weight is None else _share(pixels, weight)
+    return sent.x.new_empty((count, triton.cdiv(pixels, share), sent.weight.numel()), dtype=torch.float32)
+
+
+def _share(pixels: int, cut: Cut) -> int:
+    return triton.cdiv(triton.cdiv(pixels, cut.programs), cut.pixels) * cut.pixels
+
+
+def _weight_gradients(parts: Tensor, first: Sent, second: Sent | None = None) -> list[tuple[Tensor, Tensor | None]]:
+    """Gradients of weight and scales, of one convolution or of two that are alike; parts made before are summed."""
     both = [first] if second is None else [first, second]
     other = [None] * 4 if second is None else second
     n, a, height, width = first.x.shape
     b = len(first.weight)
     pixels = n * height * width
-    tiles = TILES[max(a, b)]
-    share = triton.cdiv(triton.cdiv(pixels, tiles.parts), tiles.weight) * tiles.weight
-    parts = triton.cdiv(pixels, share)
-    partial = torch.empty(len(both), parts, b * 9 * a, dtype=torch.float32, device=first.x.device)
-    _weight_parts[(parts, 3, len(both))](
-        first.x, first.grad, *other[:2], partial, pixels, share,
-        HEIGHT=height, WIDTH=width, IN=a, OUT=b, BLOCK=tiles.weight, num_warps=4 if max(a, b) < 64 else 8, num_stages=2,
-    )  # fmt: skip
+    cut = TILES[max(a, b)].weight
+    if cut is not None:
+        _weight_parts[(parts.shape[1], 3, len(both))](
+            first.x, first.grad, *other[:2], parts, pixels, _share(pixels, cut),
+            HEIGHT=height, WIDTH=width, IN=a, OUT=b, BLOCK=cut.pixels, num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
     found = [(torch.empty_like(w), None if g is None else torch.empty_like(g)) for _, _, w, g in both]
     block = triton.next_power_of_2(9 * a)
     _sum_parts[(b, len(both))](
-        partial, *first[2:], *found[0], *other[2:], *(found[1] if second else (None, None)), parts,
+        parts, *first[2:], *found[0], *other[2:], *(found[1] if second else (None, None)), parts.shape[1],
         *_strides(first.weight), IN=a, SIZE=b * 9 * a, BLOCK=block, PARTS=16384 // block, num_warps=8,
     )  # fmt: skip
     return found
@@ -295,10 +382,10 @@ def _weight_gradients(first: Sent, second: Sent | None = None) -> list[tuple[Ten
 
 @triton.jit
 def _weight_parts(
-    x, grad, other_x, other_grad, partial, pixels, share,
+    x, grad, other_x, other_grad, parts, pixels, share,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of the kernel (three taps, and a fourth that stays empty), summed over one share of the pixels.
+    """The three taps of one row of the kernel, summed over one share of the pixels.
 
     If there are other images and gradients, half of the programs do the same for those.
     """
@@ -306,39 +393,41 @@ def _weight_parts(
     if other_x is not None:  # noqa: SIM102 - known when compiled; the next when run
         if tl.program_id(2) == 1:
             x, grad = other_x, other_grad
-    b = tl.arange(0, OUT)
-    column = tl.arange(0, 4 * IN)
-    tap, a = column // IN, column % IN
-    total = tl.zeros([OUT, 4 * IN], tl.float32)
+    a, b = tl.arange(0, IN), tl.arange(0, OUT)
+    zero = tl.zeros([OUT, IN], tl.float32)
+    sums = (zero, zero, zero)
     for start in range(part * share, min(part * share + share, pixels), BLOCK):
         pixel = start + tl.arange(0, BLOCK)
         sent = tl.load(grad + pixel[:, None] * OUT + b[None, :], (pixel < pixels)[:, None], 0.0)
-        there, step = _shifted(pixel[:, None], pixels, row - 1, tap[None, :] - 1, HEIGHT, WIDTH)
-        seen = tl.load(x + (pixel[:, None] + step) * IN + a[None, :], there & (tap < 3)[None, :], 0.0)
-        total = tl.dot(tl.trans(sent), seen, total)
-    partial += (tl.program_id(2) * tl.num_programs(0) + part) * (OUT * 9 * IN)
-    own = partial + b[:, None] * (9 * IN) + ((row * 3 + tap) * IN + a)[None, :]
-    tl.store(own, total, (b[:, None] >= 0) & (tap < 3)[None, :])
+        more = ()
+        for column in tl.static_range(3):
+            there, step = _shifted(pixel, pixels, row - 1, column - 1, HEIGHT, WIDTH)
+            seen = tl.load(x + (pixel + step)[:, None] * IN + a[None, :], there[:, None], 0.0)
+            more += (tl.dot(tl.trans(sent), seen, sums[column]),)
+        sums = more
+    parts += (tl.program_id(2) * tl.num_programs(0) + part) * (OUT * 9 * IN) + b[:, None] * (9 * IN) + a[None, :]
+    for column in tl.static_range(3):
+        tl.store(parts + (row * 3 + column) * IN, sums[column])
 
 
 @triton.jit
 def _sum_parts(
-    partial, weight, log_scale, found, found_scale, other, other_log_scale, other_found, other_found_scale,
-    parts, out_stride, in_stride, tap_stride,
+    parts, weight, log_scale, found, found_scale, other, other_log_scale, other_found, other_found_scale,
+    count, out_stride, in_stride, tap_stride,
     IN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one filter; half of the programs are for those of the other weight, if that is wanted."""
     b, i = tl.program_id(0), tl.arange(0, BLOCK)
     if other_found is not None:  # noqa: SIM102 - known when compiled; the next when run
         if tl.program_id(1) == 1:
-            partial, weight, found = partial + parts * SIZE, other, other_found
+            parts, weight, found = parts + count * SIZE, other, other_found
             if log_scale is not None:
                 log_scale, found_scale = other_log_scale, other_found_scale
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, parts, PARTS):
+    for start in range(0, count, PARTS):
         part = start + tl.arange(0, PARTS)
-        there = (part < parts)[:, None] & (i < 9 * IN)[None, :]
-        total += tl.sum(tl.load(partial + part[:, None] * SIZE + b * 9 * IN + i[None, :], there, 0.0), 0)
+        there = (part < count)[:, None] & (i < 9 * IN)[None, :]
+        total += tl.sum(tl.load(parts + part[:, None] * SIZE + b * 9 * IN + i[None, :], there, 0.0), 0)
     place = b * out_stride + (i // IN) * tap_stride + (i % IN) * in_stride
     if log_scale is not None:
         total *= tl.exp(tl.load(log_scale + b).to(tl.float32))
