@@ -378,8 +378,9 @@ def _dots(result: Result) -> Figure:
             axes.set_xscale("log")
         elif limits is not None:
             axes.set_xlim(*limits)
-        elif positive:
-            axes.margins(x=0.15)
+        elif positive:  # an axis of less than a hundredth of its values would make much of nothing
+            middle, reach = (max(own) + min(own)) / 2, max(0.65 * (max(own) - min(own)), 0.005 * max(positive))
+            axes.set_xlim(middle - reach, middle + reach)
         if len(result.columns) > 1:
             axes.set_title(f"{result.artifact.x_label} {column}".strip(), loc="left", fontsize=9.5)
         axes.set_xlabel(_axis_name(result) or column, fontsize=9)

@@ -27,45 +27,43 @@ COSTS_MISSING = "Costs have not been measured on a GPU yet: `equinorm bench step
 
 @dataclass(frozen=True)
 class Setting:
-    """A network and how it is trained: a column of an artifact, and which of its rows stands for which method."""
+    """A network and how it is trained: an artifact, and which of its cells (row and column) stands for which method."""
 
     name: str
     artifact: str
-    column: str
-    rows: Mapping[str, str]
+    cells: Mapping[str, tuple[str, str]]
+
+
+def _column(column: str, rows: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    return {method: (row, column) for method, row in rows.items()}
 
 
 _TABLE_3 = {NO_NORM: "Baseline", BATCH_NORM: "BN", "GroupNorm": "GN", "ENorm": "ENorm-1"}
 _FIGURE_4 = {**_TABLE_3, "ENorm": "ENorm-1.2", "ENorm + BN": "ENorm-1.2 + BN"}
+_REPRO = {NO_NORM: "Baseline", BATCH_NORM: "BN", "ENorm": "ENorm", "ENorm + BN": "ENorm + BN"}
+_WRN = {BATCH_NORM: "BN", "GroupNorm": "GN", "EquiNorm": "EquiNorm"}
 SETTINGS = (
-    Setting("MLP with 11 hidden layers, Xavier init (ENorm: c = 1.2)", "stock2019/figure4", "11", _FIGURE_4),
-    Setting("the same, 19 layers", "stock2019/figure4", "19", _FIGURE_4),
+    Setting("MLP with 11 hidden layers, Xavier init (ENorm: c = 1.2)", "stock2019/figure4", _column("11", _FIGURE_4)),
+    Setting("the same, 19 layers", "stock2019/figure4", _column("19", _FIGURE_4)),
+    Setting("the same, He init", "repro2019/figure2", _column("19", _REPRO)),
+    Setting("CIFAR-NV, batch 8, momentum (ENorm: c = 1)", "stock2019/table3", _column("8", _TABLE_3)),
+    Setting("the same, batch 32", "stock2019/table3", _column("32", _TABLE_3)),
+    Setting("the same, batch 128", "stock2019/table3", _column("128", _TABLE_3)),
+    Setting("WRN-20-96, 30 epochs, manifold mixup", "defazio2018/figure3", _column("CIFAR-10", _WRN)),
     Setting(
-        "the same, He init",
-        "repro2019/figure2",
-        "19",
-        {NO_NORM: "Baseline", BATCH_NORM: "BN", "ENorm": "ENorm", "ENorm + BN": "ENorm + BN"},
-    ),
-    Setting("CIFAR-NV, batch 8, momentum (ENorm: c = 1)", "stock2019/table3", "8", _TABLE_3),
-    Setting("the same, batch 32", "stock2019/table3", "32", _TABLE_3),
-    Setting("the same, batch 128", "stock2019/table3", "128", _TABLE_3),
-    Setting(
-        "WRN-20-96, 30 epochs, manifold mixup",
-        "defazio2018/figure3",
-        "CIFAR-10",
-        {BATCH_NORM: "BN", "GroupNorm": "GN", "EquiNorm": "EquiNorm"},
+        "the same, after one epoch of warm-up",
+        "defazio2018/variants",
+        {method: (defazio2018.WARM_UP, column) for method, column in _WRN.items()},
     ),
     Setting(
         "the same, 300 epochs, no mixup (EquiNorm: a quarter of the batch)",
         "defazio2018/quarter",
-        "CIFAR-10",
-        {BATCH_NORM: "BN", "EquiNorm": defazio2018.QUARTER},
+        _column("CIFAR-10", {BATCH_NORM: "BN", "EquiNorm": defazio2018.QUARTER}),
     ),
     Setting(
         "ResNet-110, 200 epochs (MSR: lr 0.4, zmg 0.85, noise 0.1)",
         "ruff2020/table1",
-        ruff2020.DATA,
-        {BATCH_NORM: ruff2020.BN, "MSR": ruff2020.BEST},
+        _column(ruff2020.DATA, {BATCH_NORM: ruff2020.BN, "MSR": ruff2020.BEST}),
     ),
 )
 
@@ -118,12 +116,11 @@ def _caution(a: Number, b: Number) -> str:
 def lines(results: Iterable[Result], settings: Sequence[Setting] = SETTINGS) -> list[Line]:
     """The settings whose artifacts are among the results. Toy runs say nothing about methods: none of them."""
     by_name = {result.artifact.name: result for result in results if not result.toy}
-    found = []
-    for setting in settings:
-        if (result := by_name.get(setting.artifact)) is not None:
-            cells = {method: result.by_cell[row, setting.column] for method, row in setting.rows.items()}
-            found.append(Line(setting, cells))
-    return found
+    return [
+        Line(setting, {method: by_name[setting.artifact].by_cell[cell] for method, cell in setting.cells.items()})
+        for setting in settings
+        if setting.artifact in by_name
+    ]
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
@@ -155,14 +152,17 @@ class Cost:
 
 
 def costs(folder: Path) -> list[Cost]:
-    """What `equinorm bench` has measured on a GPU, in the files that it left in a folder."""
-    found = []
+    """What `equinorm bench` has measured on a GPU, in the files that it left in a folder.
+
+    Of what several logs have the newest counts; each is relative to the unit of its own log.
+    """
     files = [(folder / "bench_lab_gpu.json", _of_lab)]
     files += [(path, _of_steps) for path in sorted(folder.glob("bench_steps_*_gpu.json"))]
+    found: dict[tuple[str, str, str], dict[str, tuple[str, float]]] = {}
     for path, read in files:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            hardware = str(content["hardware"]).partition(";")[0]
+            hardware, started = str(content["hardware"]).partition(";")[0], str(content.get("started", ""))
             by_network: dict[str, dict[str, float]] = {}
             for network, variant, milliseconds in read(content["rows"]):
                 if variant in _VARIANTS and math.isfinite(milliseconds):
@@ -172,9 +172,13 @@ def costs(folder: Path) -> list[Cost]:
         for network, times in by_network.items():
             unit = NO_NORM if NO_NORM in times else BATCH_NORM
             if unit in times and len(times) > 1:
-                relative = {method: time / times[unit] for method, time in times.items()}
-                found.append(Cost(network, unit, relative, hardware))
-    return found
+                known = found.setdefault((network, unit, hardware), {})
+                for method, time in times.items():
+                    known[method] = max(known.get(method, ("", 0.0)), (started, time / times[unit]))
+    return [
+        Cost(network, unit, {method: ratio for method, (_, ratio) in known.items()}, hardware)
+        for (network, unit, hardware), known in found.items()
+    ]
 
 
 def _of_lab(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
