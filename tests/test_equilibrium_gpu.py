@@ -120,6 +120,30 @@ def test_kernels_do_what_the_plain_twin_does(case: str, options: str, channels_l
     assert_close(actual, expected, 1e-4)
 
 
+@pytest.mark.parametrize("channels_last", [True, False], ids=["channels last", "contiguous"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_and_a_relu_that_follow(dtype: torch.dtype, channels_last: bool) -> None:
+    """Twice, since launches are remembered; with the channels of what is added last, and not."""
+    layer, x = build("3 x 3", channels_last=channels_last)
+    layer, x = layer.to(dtype), x.to(dtype)
+    outputs = layer(x).detach()
+    layer.reset_running_stats()
+    for plus in (None, torch.randn_like(outputs), torch.randn(outputs.shape, device=DEVICE).to(dtype)):
+        found = []
+        for own, scale in ((copy.deepcopy(layer), dtype), (copy.deepcopy(layer).double(), torch.float64)):
+            leaves = [t.detach().to(scale).requires_grad_() for t in (x, plus) if t is not None]
+            y = own.rectified(*leaves)
+            assert ("_LayerBackward" in str(y.grad_fn)) == (scale == dtype)
+            torch.manual_seed(1)
+            direction = torch.randn(y.shape, device=DEVICE) * (outputs + (0 if plus is None else plus) > 0.1)
+            leaves += own.parameters()
+            gradients = torch.autograd.grad(y, leaves, direction.to(scale))
+            found.append(
+                {"output": y.detach(), **{str(i): g for i, g in enumerate(gradients)}, **dict(own.named_buffers())}
+            )
+        assert_close(*found, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
 def test_launches_are_remembered_and_need_not_be() -> None:
     """Triton is asked for every launch where addresses are not aligned, and once where they are."""
     layer, x = build("3 x 3")

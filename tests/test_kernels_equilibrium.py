@@ -251,6 +251,89 @@ def test_layers_do_the_same(kernels: Any, drawn: tuple[Any, Tensor]) -> None:
         assert_close(actual, expected, 1e-4)
 
 
+@quick
+@given(
+    any_blocks, layers().filter(lambda drawn: type(drawn[0]) is EquiNormConv2d), st.sampled_from([None, False, True])
+)
+def test_a_sum_and_a_relu_that_follow(kernels: Any, drawn: tuple[Any, Tensor], last: bool | None) -> None:
+    """`last`: whether the channels of what is added are; None: nothing is added."""
+    layer, x = drawn
+    with_affine(layer)
+    before = copy.deepcopy(layer).double()(x.double()).detach()
+    plus = None if last is None else laid_out(torch.randn(before.shape), last)
+    before = before if plus is None else before + plus
+    direction = torch.randn(before.shape) * (before.abs() > 1e-3)  # nothing where rounding decides what is positive
+    results = []
+    for module, dtype in ((kernels, torch.float32), (None, torch.float64)):
+        own = copy.deepcopy(layer).to(dtype)
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, *([] if plus is None else [plus]))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(equinorm.equilibrium, "kernels", lambda *_, module=module: module)
+            y = own.rectified(*leaves)
+        assert ("_LayerBackward" in str(y.grad_fn)) == (module is not None)
+        leaves += own.parameters()
+        results.append([y, *torch.autograd.grad(y, leaves, direction.to(dtype)), *own.buffers()])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, 1e-4)
+
+
+def after_a_layer(kernels: Any) -> tuple[Any, Any, list[Tensor]]:
+    """relu(layer + plus) by the kernels and in plain operations, and what they take."""
+    told = kernels.Settings(kernels.Convolution((1, 1), (1, 1), (1, 1)), samples=2)
+    tensors = [
+        torch.rand(3, 4, 5, 5),
+        torch.randn(6, 4, 3, 3),
+        torch.rand(6) + 0.5,
+        torch.randn(6),
+        torch.randn(3, 6, 5, 5),
+    ]
+
+    def fast(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, plus: Tensor) -> Tensor:
+        plan = kernels.plan_for(x, weight, gain, bias, told)
+        return kernels.run(plan, x, weight, gain, bias, None, kernels.After(plus, relu=True))
+
+    def plain(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, plus: Tensor) -> Tensor:
+        return torch.relu(kernels.plain_layer(x, weight, gain, told) + bias.view(-1, 1, 1) + plus)
+
+    return fast, plain, tensors
+
+
+def test_second_derivatives_behind_a_relu() -> None:
+    fast, plain, tensors = after_a_layer(small)
+    results = []
+    for layer in (fast, plain):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        y = layer(*leaves)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        results.append([y, *first, *second])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, 1e-4)
+
+
+def test_behind_a_relu_only_what_is_wanted_is_computed() -> None:
+    fast, plain, tensors = after_a_layer(fused)
+    direction = torch.randn(3, 6, 5, 5)
+    for wanted in range(len(tensors)):
+        some = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+        expected = torch.autograd.grad(plain(*some), some[wanted], direction)[0]
+        for create_graph in (False, True):
+            (found,) = torch.autograd.grad(fast(*some), some[wanted], direction, create_graph=create_graph)
+            assert_close(found, expected, 1e-4)
+
+
+def test_what_is_added_has_the_shape_of_the_output() -> None:
+    layer = EquiNormConv2d(4, 6, 3, stride=2)
+    x = torch.rand(3, 4, 9, 9)
+    layer.rectified(x, torch.rand(3, 6, 4, 4))
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(
+        ValueError, match=r"of shape \(3, 6, 1, 1\) cannot be added: the output has shape \(3, 6, 4, 4\)"
+    ):
+        layer.rectified(x, torch.rand(3, 6, 1, 1))
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
 def with_affine(layer: Any) -> Any:
     """`layer`, its gain and offset no longer 1 and 0."""
     with torch.no_grad():

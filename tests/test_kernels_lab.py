@@ -12,12 +12,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from equinorm import equilibrium
 from equinorm.lab import models
 from equinorm.lab.models import fused
 from kernels_lab import assert_close, check_convolution, check_norm, check_pool, check_residuals, factors
 from triton_interpreter import interpreted
 
-convolution, normalization, pooling = (interpreted(name) for name in ("convolution", "normalization", "pooling"))
+names = ("convolution", "normalization", "pooling", "equilibrium")
+convolution, normalization, pooling, balance = (interpreted(name) for name in names)
 small = interpreted("normalization")
 small.TILE, small.SHARES = 64, 3  # so small that every loop runs several times
 few = interpreted("convolution")
@@ -250,6 +252,25 @@ def test_convolutions_take_in_what_follows(launched: list[str], norm: str, monke
     exact = outcome(copy.deepcopy(model).double(), x.double())
     for name, tensor in found.items():
         assert_close(tensor, exact[name], torch.float16, scale=float(exact[name].abs().max()) + 10)
+
+
+@pytest.mark.parametrize(("preact", "left"), [(False, 0), (True, 4)])
+def test_equinorm_takes_in_what_follows(preact: bool, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the activation first, the ReLUs before the branches and the last one have no convolution to go with."""
+    torch.manual_seed(0)
+    shape = {"depth": 8, "width": 4, "preact": preact}
+    model = models.build("wrn_20_96", classes=3, in_shape=(3, 8, 8), norm="equinorm", **shape)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.rand(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    exact = outcome(copy.deepcopy(model).double(), x.double())
+    rectified: list[int] = []
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: rectified.append(1) or torch.relu(x))
+    monkeypatch.setattr(equilibrium, "kernels", lambda *_: balance)
+    with fused.fused_kernels():
+        found = outcome(model, x)
+    assert len(rectified) == left
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -405,8 +405,8 @@ class _EquiNorm(nn.Module):
 
     # -- the same by the kernels for CUDA --------------------------------------------------------------------
 
-    def _fused(self, x: Tensor) -> Tensor | None:
-        """The layer in a few kernels that read x once; None where they cannot be used.
+    def _fused(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor | None:
+        """The layer, and what comes after, in a few kernels that read x once; None where they cannot be used.
 
         Under autocast the statistics are those of the rounded inputs, which are what the operation sees.
         """
@@ -414,7 +414,7 @@ class _EquiNorm(nn.Module):
         if (self.process_group if self.training else running) is not None:
             return None  # the statistics are not those of these inputs alone
         weight, gain, bias = self.weight, self.gain, self.bias
-        found = kernels("equilibrium", x, weight, gain, bias, running)
+        found = kernels("equilibrium", x, weight, gain, bias, running, plus)
         if found is None:
             return None
         autocast = _autocast_dtype(x.device.type)
@@ -432,7 +432,7 @@ class _EquiNorm(nn.Module):
         plan = found.plan_for(rows, weight, gain, bias, settings, tracking)
         if plan is None:
             return None
-        y: Tensor = found.run(plan, rows, weight, gain, bias, tracking)
+        y: Tensor = found.run(plan, rows, weight, gain, bias, tracking, found.After(plus, relu))
         return y if rows.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
     def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
@@ -624,6 +624,17 @@ class EquiNormConv2d(_EquiNormConvNd, nn.Conv2d):
     """
 
     _plain = nn.Conv2d
+
+    def rectified(self, input: Tensor, plus: Tensor | None = None) -> Tensor:
+        """relu(self(input) + plus), on CUDA in one pass over the outputs; `plus` has their shape. Calls no hooks."""
+        if plus is not None:
+            shape = (*input.shape[:-3], self.out_channels, *self._output_size(input.shape[-2:]))
+            if plus.shape != shape:
+                raise ValueError(f"a tensor of shape {tuple(plus.shape)} cannot be added: the output has shape {shape}")
+        if (fused := self._fused(input, plus, relu=True)) is not None:
+            return fused
+        out = self.forward(input)
+        return torch.relu(out if plus is None else out + plus)
 
 
 class EquiNormConv3d(_EquiNormConvNd, nn.Conv3d):

@@ -6,10 +6,10 @@ A training step of one layer reads and writes, besides what its convolution does
 
 - forward: the inputs once, or the part of them that supplies the statistics (`_sum_rows`); the weights, from
   which w'' is written in the precision of the convolution (`_transform`); the outputs, to which the offset is
-  added (`_add_rows`). cuDNN adds a bias in a pass of its own as well; a matrix product adds it on its way, so
-  convolutions that are one are run as one (`Pointwise`).
-- backward: the gradient of the outputs once, for the offset (`_sum_rows`); the weights and their gradient
-  (`_weight_gradient`); the gradient of the inputs that supplied statistics, in place (`_add_rows`).
+  added, and whatever else is to be added, and rectified (`_add_rows`). cuDNN adds a bias in a pass of its own as
+  well; a matrix product adds it on its way, so convolutions that are one are run as one (`Pointwise`).
+- backward: the gradient of the outputs once, for the offset and behind the ReLU (`_sum_rows`); the weights and their
+  gradient (`_weight_gradient`); the gradient of the inputs that supplied statistics, in place (`_add_rows`).
 
 Three launches each. A sum is left as partial sums, which whoever needs it adds up again, always in the same
 order: the same numbers on every run. What is kept for the backward pass is what a convolution keeps, and a few
@@ -102,8 +102,18 @@ def _count_batch(batches):
 
 
 @triton.jit
-def _sum_rows(x, partial, batches, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """partial[program, column]: the sum of every so-many-th block of rows."""
+def _passed(x, gate, kept, place, inside):
+    """x, or where there is a gate what it lets through, which is kept."""
+    value = tl.load(x + place, inside, 0.0)
+    if gate is not None:
+        value = tl.where(tl.load(gate + place, inside, 0.0) > 0, value, 0.0)
+        tl.store(kept + place, value, inside)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _sum_rows(x, partial, batches, gate, kept, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """partial[program, column]: the sum of every so-many-th block of rows, where a gate is positive if there is one."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     r = tl.arange(0, BLOCK_R)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -111,15 +121,14 @@ def _sum_rows(x, partial, batches, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C
     total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for first in range(program * BLOCK_R, rows, programs * BLOCK_R):
         inside = (first + r < rows)[:, None] & (c < columns)[None, :]
-        start = tl.cast(first, tl.int64) * columns
-        total += tl.load(x + start + offsets, inside, 0.0).to(tl.float32)
+        total += _passed(x, gate, kept, tl.cast(first, tl.int64) * columns + offsets, inside)
     tl.store(partial + program * columns + c, tl.sum(total, 0), c < columns)
     _count_batch(batches)
 
 
 @triton.jit
-def _sum_planes(x, partial, batches, outer, channels, inner, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """partial[program, channel] of x[outer, channels, inner]."""
+def _sum_planes(x, partial, batches, gate, kept, outer, channels, inner, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    """partial[program, channel] of x[outer, channels, inner], where a gate is positive if there is one."""
     channel, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     o = tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
@@ -128,7 +137,7 @@ def _sum_planes(x, partial, batches, outer, channels, inner, BLOCK_O: tl.constex
         rows = ((first + o).to(tl.int64) * channels + channel) * inner
         for start in range(0, inner, BLOCK_I):
             inside = (first + o < outer)[:, None] & (start + i < inner)[None, :]
-            total += tl.load(x + rows[:, None] + start + i[None, :], inside, 0.0).to(tl.float32)
+            total += _passed(x, gate, kept, rows[:, None] + start + i[None, :], inside)
     tl.store(partial + program * channels + channel, tl.sum(tl.sum(total, 1), 0))
     _count_batch(batches)
 
@@ -145,13 +154,26 @@ def _finished(partial, columns, inside, channels, parts, BLOCK_P: tl.constexpr, 
 
 
 @triton.jit
+def _add(x, value, plus, place, inside, RELU: tl.constexpr):
+    """x += value + plus, or relu of that."""
+    total = tl.load(x + place, inside, 0.0).to(tl.float32) + value
+    if plus is not None:
+        total += tl.load(plus + place, inside, 0.0).to(tl.float32)
+    if RELU:
+        total = tl.where(total > 0, total, tl.where(total == total, 0.0, total))  # NaN stays NaN
+    tl.store(x + place, total, inside)
+
+
+@triton.jit
 def _add_rows(
     x,
     partial,
+    plus,
     rows,
     columns,
     channels,
     parts,
+    RELU: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -162,18 +184,20 @@ def _add_rows(
     value = _finished(partial, c % channels, c < columns, channels, parts, BLOCK_P, BLOCK_C)
     for first in range(program * BLOCK_R, rows, programs * BLOCK_R):
         inside = (first + r < rows)[:, None] & (c < columns)[None, :]
-        there = x + tl.cast(first, tl.int64) * columns + r[:, None] * columns + c[None, :]
-        tl.store(there, tl.load(there, inside, 0.0).to(tl.float32) + value[None, :], inside)
+        place = tl.cast(first, tl.int64) * columns + r[:, None] * columns + c[None, :]
+        _add(x, value[None, :], plus, place, inside, RELU)
 
 
 @triton.jit
 def _add_planes(
     x,
     partial,
+    plus,
     planes,
     channels,
     inner,
     parts,
+    RELU: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -181,9 +205,8 @@ def _add_planes(
     plane = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = (plane < planes)[:, None] & (i < inner)[None, :]
-    there = x + plane.to(tl.int64)[:, None] * inner + i[None, :]
     value = _finished(partial, plane % channels, plane < planes, channels, parts, BLOCK_P, BLOCK_O)
-    tl.store(there, tl.load(there, inside, 0.0).to(tl.float32) + value[:, None], inside)
+    _add(x, value[:, None], plus, plane.to(tl.int64)[:, None] * inner + i[None, :], inside, RELU)
 
 
 def _folded(rows: int, channels: int) -> int:
@@ -199,7 +222,8 @@ def _part_block(parts: int, columns: int) -> int:
 
 
 def _summing(layout: Axes, device: torch.device, readers: int = 1) -> tuple[Launch, int]:
-    """The launch (x, partial, batches or None) and how many rows of `channels` it leaves, for so many to read."""
+    """The launch (x, partial, batches or None, gate and kept or None) and how many rows of `channels` it leaves, for so
+    many to read."""
     outer, channels, inner = layout
     if inner == 1:
         fold = _folded(outer, channels)
@@ -218,8 +242,8 @@ def _summing(layout: Axes, device: torch.device, readers: int = 1) -> tuple[Laun
     return Launch(_sum_planes, (channels, parts), device, **numbers), parts
 
 
-def _adding(layout: Axes, device: torch.device, parts: int = 1) -> Launch:
-    """The launch (x, partial) that adds the sum over the rows of partial [parts, channels]."""
+def _adding(layout: Axes, device: torch.device, parts: int = 1, relu: bool = False) -> Launch:
+    """The launch (x, partial, plus or None) that adds the sum over the rows of partial [parts, channels]."""
     outer, channels, inner = layout
     if inner == 1:
         fold = _folded(outer, channels)
@@ -229,13 +253,13 @@ def _adding(layout: Axes, device: torch.device, parts: int = 1) -> Launch:
         programs, blocks = triton.cdiv(rows, block_r), triton.cdiv(columns, block_c)
         if parts > 1:  # every program adds them up
             programs = min(programs, max(1, PROGRAMS // 2 // blocks))
-        numbers = {"rows": rows, "columns": columns, "channels": channels, "parts": parts}
+        numbers = {"rows": rows, "columns": columns, "channels": channels, "parts": parts, "RELU": relu}
         numbers.update(BLOCK_R=block_r, BLOCK_C=block_c, BLOCK_P=_part_block(parts, block_c))
         return Launch(_add_rows, (programs, blocks), device, **numbers)
     block_i = min(triton.next_power_of_2(inner), TILE)
     block_o = TILE // block_i
     grid = (triton.cdiv(outer * channels, block_o), triton.cdiv(inner, block_i))
-    numbers = {"planes": outer * channels, "channels": channels, "inner": inner, "parts": parts}
+    numbers = {"planes": outer * channels, "channels": channels, "inner": inner, "parts": parts, "RELU": relu}
     numbers.update(BLOCK_O=block_o, BLOCK_I=block_i, BLOCK_P=_part_block(parts, block_o))
     return Launch(_add_planes, grid, device, **numbers)
 
@@ -246,7 +270,7 @@ def partial_sums(x: Tensor, readers: int = 1) -> Tensor:
     assert layout is not None
     launch, parts = _summing(layout, x.device, readers)
     partial = torch.empty((parts, layout.channels), dtype=torch.float32, device=x.device)
-    launch(x, partial, None)
+    launch(x, partial, None, None, None)
     return partial
 
 
@@ -256,7 +280,7 @@ def add_per_channel_(x: Tensor, values: Tensor) -> Tensor:
     if layout is None:
         return x.add_(values.sum(0).view((-1,) + (1,) * (x.dim() - 2)))
     if x.numel() > 0:
-        _adding(layout, x.device, values.shape[0])(x, values)
+        _adding(layout, x.device, values.shape[0])(x, values, None)
     return x
 
 
@@ -831,6 +855,16 @@ def linear_settings(
     return Settings(Linear(), samples, 1.0, two_pass, eps, dtype)
 
 
+class After(NamedTuple):
+    """What comes behind the layer: something is added, and all of it rectified."""
+
+    plus: Tensor | None = None
+    relu: bool = False
+
+
+NOTHING = After()
+
+
 class Plan:
     """The launches of a layer for tensors of certain shapes, strides and dtypes; layers that are alike share it.
 
@@ -863,14 +897,34 @@ class Plan:
             self._launches[key] = None if layout is None else _adding(layout, self.device, parts)
         launch = self._launches[key]
         if launch is not None:
-            launch(y, values)
+            launch(y, values, None)
         else:
             sums = values[: parts * y.shape[1]].view(parts, -1).sum(0)
             y[:samples].add_(sums.view((-1,) + (1,) * (y.dim() - 2)))
 
-    def sums(self, grad: Tensor) -> tuple[Tensor, int]:
-        """Partial sums of the gradient of the outputs, [parts, outputs], and how many parts."""
-        key = (grad.shape, grad.stride())
+    def finish(self, y: Tensor, bias: Tensor | None, after: After) -> Tensor:
+        """relu(y + bias + plus), as far as it is asked for, in the memory of y."""
+        plus, relu = after
+        layout = axes(y) if bias is not None and (plus is not None or relu) else None
+        if bias is None or layout is None:
+            if bias is not None:
+                self.add(y, bias, 1, y.shape[0])
+            y = y if plus is None else y.add_(plus)
+            return y.relu_() if relu else y
+        if plus is not None and plus.stride() != y.stride():
+            plus = torch.empty_like(y).copy_(plus)
+        key = (y.shape, y.stride(), bias.dtype, None if plus is None else plus.dtype, relu)
+        if key not in self._launches:
+            self._launches[key] = _adding(layout, self.device, relu=relu)
+        self._launches[key](y, bias, plus)
+        return y
+
+    def sums(self, grad: Tensor, gate: Tensor | None = None) -> tuple[Tensor, int, Tensor]:
+        """Partial sums of the gradient of the outputs, [parts, outputs], how many parts, and that gradient.
+
+        With a gate, of those strides: of what is behind a ReLU that gave the gate.
+        """
+        key = (grad.shape, grad.stride(), gate is None)
         found = self._launches.get(key)
         if found is None:
             layout = axes(grad)
@@ -878,8 +932,9 @@ class Plan:
             self._launches[key] = found = _summing(layout, self.device)
         launch, parts = found
         sums = torch.empty(parts * grad.shape[1], dtype=torch.float32, device=self.device)
-        launch(grad, sums, None)
-        return sums, parts
+        kept = None if gate is None else torch.empty_like(grad)
+        launch(grad, sums, None, gate, kept)
+        return sums, parts, grad if kept is None else kept
 
     def differentiate(self, grad: Tensor, parts: int, for_bias: bool) -> Launch:
         """The launch of `_weight_gradient` for a gradient like this one, with the sums for the bias or without."""
@@ -954,10 +1009,11 @@ def run(
     gain: Tensor | None,
     bias: Tensor | None,
     tracking: Tracking | None = None,
+    after: After = NOTHING,
 ) -> Tensor:
-    """The layer on the tensors that `plan` was made for, x in the precision of the operation."""
+    """The layer on the tensors that `plan` was made for, x in the precision of the operation; and what comes after."""
     with on_device(x.device):
-        return _Layer.apply(x, weight, gain, bias, plan, tracking)
+        return _Layer.apply(x, weight, gain, bias, after.plus, after.relu, plan, tracking)
 
 
 def equinorm_layer(
@@ -998,6 +1054,8 @@ class _Layer(torch.autograd.Function):
         weight: Tensor,
         gain: Tensor | None,
         bias: Tensor | None,
+        plus: Tensor | None,
+        relu: bool,
         plan: Plan,
         tracking: Tracking | None,
     ) -> Tensor:
@@ -1009,33 +1067,41 @@ class _Layer(torch.autograd.Function):
         partial = torch.empty(plan.partial_size, dtype=torch.float32, device=plan.device)
         state = partial.new_empty(plan.state_size)
         w = torch.empty_like(weight, dtype=plan.dtype)
-        plan.sum(x, partial, batches)
+        plan.sum(x, partial, batches, None, None)
         plan.transform(weight, partial, gain, bias, running, batches, w, None if offset is bias else offset, state)
-        ctx.save_for_backward(x, weight, gain, w, state)
+        if isinstance(operation, Convolution):
+            y = plan.finish(operation(x, w), bias, After(plus, relu))  # it belongs to nobody yet
+        else:
+            y = plan.finish(operation(x, w, offset), None, After(plus, relu))
+        ctx.save_for_backward(x, weight, gain, w, state, y if relu else None)
         ctx.plan = plan
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if not isinstance(operation, Convolution):
-            return operation(x, w, offset)
-        y = operation(x, w)
-        if bias is not None:  # y belongs to nobody yet
-            plan.add(y, bias, 1, y.shape[0])
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gain, w, state = ctx.saved_tensors
+        x, weight, gain, w, state, gate = ctx.saved_tensors
         plan, (grad,) = ctx.plan, grads
-        for_x, for_weight, for_gain, for_bias = ctx.needs_input_grad[:4]
+        for_x, for_weight, for_gain, for_bias, for_plus = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():  # somebody will differentiate this once more
-            return (*_plain_backward(grad, x, weight, gain, plan.settings, ctx), None, None)
-        if not (for_x or for_weight or for_gain):
-            return None, None, None, _sum_all(grad, ctx.bias_dtype), None, None
+            grad = grad if gate is None else grad * (gate > 0)
+            plain = _plain_backward(grad, x, weight, gain, plan.settings, ctx)
+            return (*plain, grad if for_plus else None, None, None, None)
 
-        if not (grad.is_contiguous() or channels_last(grad)):
+        only_bias = not (for_x or for_weight or for_gain)
+        if gate is not None and (only_bias or not for_bias or axes(gate) is None):
+            grad, gate = torch.ops.aten.threshold_backward(grad, gate, 0), None
+        if only_bias:
+            grad_bias = _sum_all(grad, ctx.bias_dtype) if for_bias else None
+            return None, None, None, grad_bias, grad if for_plus else None, None, None, None
+
+        if gate is not None and grad.stride() != gate.stride():
+            grad = torch.empty_like(gate).copy_(grad)
+        elif not (grad.is_contiguous() or channels_last(grad)):
             grad = grad.contiguous(memory_format=plan.memory_format)
         sums, parts, grad_bias = None, 1, None
         if for_bias:
-            sums, parts = plan.sums(grad)
+            sums, parts, grad = plan.sums(grad, gate)
             grad_bias = state.new_empty(weight.shape[0], dtype=ctx.bias_dtype)
         grad_x, grad_w = plan.operation.backward(grad, x, w, (for_x, True))
         if not (grad_w.is_contiguous() or channels_last(grad_w)):
@@ -1047,7 +1113,8 @@ class _Layer(torch.autograd.Function):
         launch(weight, grad_w, state, gain, sums, grad_weight, grad_gain, grad_bias, partial)
         if for_x:
             plan.add(grad_x, partial, plan.chunks, plan.settings.samples)
-        return grad_x, grad_weight if for_weight else None, grad_gain if for_gain else None, grad_bias, None, None
+        found = (grad_x, grad_weight if for_weight else None, grad_gain if for_gain else None, grad_bias)
+        return (*found, grad if for_plus else None, None, None, None)
 
 
 def _sum_all(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.utils import parametrize
 
+from ...equilibrium import EquiNormConv2d
 from ...kernels.dispatch import kernels
 from ...meanshift import InputNoise, ScaledKernel
 from ...weightnorm import originals
@@ -133,8 +134,8 @@ def _precision(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def in_turn(sequence: nn.Module, x: Tensor) -> Tensor:
-    """`sequence(x)`; convolutions, BatchNorms, GroupNorms and pools take in the ReLU beside them, and residual units
-    of small convolutions are taken together.
+    """`sequence(x)`; convolutions, EquiNorm's too, BatchNorms, GroupNorms and pools take in the ReLU beside them, and
+    residual units of small convolutions are taken together.
 
     Where somebody listens to one of the modules (a hook), each is called by itself.
     """
@@ -145,6 +146,7 @@ def _in_turn(modules: list[nn.Module], x: Tensor, plus: Tensor | None = None) ->
     """One after the other; the last of x plus something."""
     alone = not _wanted or _listened_to(modules)
     parts = modules if alone else [part for module in modules for part in _flat(module)]
+    parts = [part for part in parts[:-1] if type(part) is not nn.Identity] + parts[-1:]
     i = 0
     while i < len(parts):
         done, taken = (None, 0) if alone else _together(parts[i:], x, plus)
@@ -177,7 +179,9 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
         return _pooled(second, x), 2
     if type(second) is nn.ReLU and not _is_pool(third):
         added = plus if len(parts) == 2 else None
-        return first.rectified(x, added) if isinstance(first, Conv2d) else _normalized(first, x, added, relu=True), 2
+        if isinstance(first, Conv2d | EquiNormConv2d):
+            return first.rectified(x, added), 2
+        return _normalized(first, x, added, relu=True), 2
     return _normalized(first, x), 1
 
 
