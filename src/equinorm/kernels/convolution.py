@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     pixels: int
     warps: int
     stages: int
-    programs: int
+    programs: int = 0
     """That go through all pixels; 0: one for each `pixels`."""
 
 
@@ -48,9 +48,9 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    16: Tiles(Cut(32, 1, 3, 256), None, 2**22),
-    32: Tiles(Cut(128, 4, 1, 0), Cut(64, 1, 2, 64), 2**20),
-    64: Tiles(Cut(128, 8, 1, 0), Cut(64, 4, 3, 16), 2**18),
+    16: Tiles(Cut(pixels=32, warps=1, stages=3, programs=256), weight=None, most=2**22),
+    32: Tiles(Cut(pixels=128, warps=4, stages=1), Cut(pixels=64, warps=1, stages=2, programs=64), most=2**20),
+    64: Tiles(Cut(pixels=128, warps=8, stages=1), Cut(pixels=64, warps=4, stages=3, programs=16), most=2**18),
 }
 """By the number of channels; the fastest of several on an H200 with eight networks side by side."""
 
