@@ -161,7 +161,7 @@ VARIANTS: dict[str, tuple[Variant, tuple[str, ...]]] = {
         ("BN", "EquiNorm", "GN"),
     ),
     "Nesterov's momentum, that program's default": (nesterov, ("BN", "EquiNorm")),
-    "both": (lambda run: nesterov(replace(run, loss="binary")), ("BN", "EquiNorm")),
+    "that loss and that momentum": (lambda run: nesterov(replace(run, loss="binary")), ("BN", "EquiNorm")),
     "mixup with alpha = 2, its example": (
         lambda run: replace(run, data=replace(run.data, mixup=2.0)),
         ("BN", "EquiNorm"),
