@@ -322,6 +322,15 @@ def test_behind_a_relu_only_what_is_wanted_is_computed() -> None:
             assert_close(found, expected, 1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "by_kernels"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_what_is_added_decides_the_dtype_as_in_torch(dtype: torch.dtype, by_kernels: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(equinorm.equilibrium, "kernels", lambda *_: fused)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = EquiNormConv2d(4, 6, 3).rectified(torch.rand(3, 4, 5, 5), torch.rand(3, 6, 3, 3).to(dtype))
+    assert y.dtype == dtype
+    assert ("_LayerBackward" in str(y.grad_fn)) == by_kernels
+
+
 def test_what_is_added_has_the_shape_of_the_output() -> None:
     layer = EquiNormConv2d(4, 6, 3, stride=2)
     x = torch.rand(3, 4, 9, 9)

@@ -67,6 +67,13 @@ def test_residual_units(kernels: Any, images: Any, channels: int, number: int, s
     check_residuals(kernels, images, channels, number, torch.float16, scaled, noise)
 
 
+def test_a_triton_without_tuples_has_no_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.rand(1, 16, 4, 4).half().to(memory_format=torch.channels_last), torch.rand(16, 16, 3, 3)
+    assert convolution.fits(x, weight)
+    monkeypatch.delattr(convolution.tl, "tuple")
+    assert not convolution.fits(x, weight)
+
+
 def test_the_noise_of_a_hash_is_uniform_and_independent() -> None:
     """Neighbours, different numbers, and numbers of which one is the same."""
     torch.manual_seed(0)

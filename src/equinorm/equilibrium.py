@@ -421,6 +421,8 @@ class _EquiNorm(nn.Module):
         dtype = autocast or weight.dtype
         if autocast is None and x.dtype != dtype:
             return None  # torch's own error is the better one
+        if plus is not None and plus.dtype != dtype:
+            return None  # the sum might have that dtype
         rows, settings = self._fused_settings(x, dtype, found)
         if settings is None:
             return None

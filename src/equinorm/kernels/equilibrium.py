@@ -856,10 +856,17 @@ def linear_settings(
 
 
 class After(NamedTuple):
-    """What comes behind the layer: something is added, and all of it rectified."""
+    """What comes behind the layer: something of its dtype is added, and all of it rectified."""
 
     plus: Tensor | None = None
     relu: bool = False
+
+    def to(self, y: Tensor) -> None:
+        """Do it in the memory of y."""
+        if self.plus is not None:
+            y.add_(self.plus)
+        if self.relu:
+            y.relu_()
 
 
 NOTHING = After()
@@ -889,35 +896,25 @@ class Plan:
         self.chunks_size = self.chunks * layout.channels + _TERMS * weight.shape[0]
         self._launches: dict[Any, Any] = {}
 
-    def add(self, y: Tensor, values: Tensor, parts: int, samples: int) -> None:
-        """Add the sum over the rows of values [parts, channels], or what it begins with, to the first samples of y."""
-        key = (y.shape, y.stride(), values.dtype, parts, samples)
+    def add(self, y: Tensor, values: Tensor, parts: int, samples: int, after: After = NOTHING) -> None:
+        """Add the sum over the rows of values [parts, channels], or what it begins with, to the first samples of y.
+
+        And do what comes after, which is for all samples.
+        """
+        plus, relu = after
+        if plus is not None and plus.stride() != y.stride():
+            plus = torch.empty_like(y).copy_(plus)
+        key = (y.shape, y.stride(), values.dtype, parts, samples, plus is None, relu)
         if key not in self._launches:
             layout = axes(y, samples)
-            self._launches[key] = None if layout is None else _adding(layout, self.device, parts)
+            self._launches[key] = None if layout is None else _adding(layout, self.device, parts, relu)
         launch = self._launches[key]
         if launch is not None:
-            launch(y, values, None)
+            launch(y, values, plus)
         else:
             sums = values[: parts * y.shape[1]].view(parts, -1).sum(0)
             y[:samples].add_(sums.view((-1,) + (1,) * (y.dim() - 2)))
-
-    def finish(self, y: Tensor, bias: Tensor | None, after: After) -> Tensor:
-        """relu(y + bias + plus), as far as it is asked for, in the memory of y."""
-        plus, relu = after
-        layout = axes(y) if bias is not None and (plus is not None or relu) else None
-        if bias is None or layout is None:
-            if bias is not None:
-                self.add(y, bias, 1, y.shape[0])
-            y = y if plus is None else y.add_(plus)
-            return y.relu_() if relu else y
-        if plus is not None and plus.stride() != y.stride():
-            plus = torch.empty_like(y).copy_(plus)
-        key = (y.shape, y.stride(), bias.dtype, None if plus is None else plus.dtype, relu)
-        if key not in self._launches:
-            self._launches[key] = _adding(layout, self.device, relu=relu)
-        self._launches[key](y, bias, plus)
-        return y
+            after.to(y)
 
     def sums(self, grad: Tensor, gate: Tensor | None = None) -> tuple[Tensor, int, Tensor]:
         """Partial sums of the gradient of the outputs, [parts, outputs], how many parts, and that gradient.
@@ -1069,10 +1066,12 @@ class _Layer(torch.autograd.Function):
         w = torch.empty_like(weight, dtype=plan.dtype)
         plan.sum(x, partial, batches, None, None)
         plan.transform(weight, partial, gain, bias, running, batches, w, None if offset is bias else offset, state)
-        if isinstance(operation, Convolution):
-            y = plan.finish(operation(x, w), bias, After(plus, relu))  # it belongs to nobody yet
+        after = After(plus, relu)
+        y = operation(x, w) if isinstance(operation, Convolution) else operation(x, w, offset)
+        if bias is not None and isinstance(operation, Convolution):  # y belongs to nobody yet
+            plan.add(y, bias, 1, y.shape[0], after)
         else:
-            y = plan.finish(operation(x, w, offset), None, After(plus, relu))
+            after.to(y)
         ctx.save_for_backward(x, weight, gain, w, state, y if relu else None)
         ctx.plan = plan
         ctx.bias_dtype = None if bias is None else bias.dtype

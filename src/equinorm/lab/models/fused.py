@@ -145,8 +145,10 @@ def in_turn(sequence: nn.Module, x: Tensor) -> Tensor:
 def _in_turn(modules: list[nn.Module], x: Tensor, plus: Tensor | None = None) -> Tensor:
     """One after the other; the last of x plus something."""
     alone = not _wanted or _listened_to(modules)
-    parts = modules if alone else [part for module in modules for part in _flat(module)]
-    parts = [part for part in parts[:-1] if type(part) is not nn.Identity] + parts[-1:]
+    parts = modules
+    if not alone:
+        parts = [part for module in modules for part in _flat(module)]
+        parts = [part for part in parts[:-1] if type(part) is not nn.Identity] + parts[-1:]
     i = 0
     while i < len(parts):
         done, taken = (None, 0) if alone else _together(parts[i:], x, plus)

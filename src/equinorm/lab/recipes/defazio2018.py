@@ -176,11 +176,11 @@ OPEN_CHOICES = Artifact(
     name="defazio2018/variants",
     title="What figure 3 leaves open, one thing at a time (ours)",
     says="Nothing: these are our own tries.",
-    protocol=f"{FIGURE_3.protocol}\nHere: one choice changed in each row; n = 2 with the binary loss, which has a "
-    "ninth of the gradient as long as all classes are equally likely, otherwise 1. Added after the first 7 runs of "
-    "figure 3 had been seen: BN and GN were unstable in their first steps there, and one run of BN diverged. "
-    "Nesterov's momentum, alpha = 2 and TF32 for EquiNorm were added when 12 of these runs were in: what helped BN had "
-    "done nothing for EquiNorm. Nothing was chosen by these runs.",
+    protocol=f"{FIGURE_3.protocol}\nHere: one choice changed in each row, in one of them two; n = 2 with the binary "
+    "loss alone, which has a ninth of the gradient as long as all classes are equally likely, otherwise 1. Added after "
+    "the first 7 runs of figure 3 had been seen: BN and GN were unstable in their first steps there, and one run of BN "
+    "diverged. Nesterov's momentum, alpha = 2 and TF32 for EquiNorm were added when 12 of these runs were in: what "
+    "helped BN had done nothing for EquiNorm. Nothing was chosen by these runs.",
     cells=tuple(
         Cell(name, row, seeds(replace(variant(normed(SHORT, row)), label=name), 2 if name == BINARY else 1))
         for name, (variant, rows) in VARIANTS.items()
