@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 # A torchvision built for CUDA looks these operators up when it is imported, and does not have them beside a
-# CPU build of torch. Declaring them is enough: only detection models call them.
-_TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
-for _name in ("nms", "qnms"):
-    if not hasattr(torch.ops.torchvision, _name):
-        _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+# CPU build of torch. Declaring them is enough: only detection models call them. Beside a CUDA build it brings its own.
+if torch.version.cuda is None:
+    _TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
+    for _name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, _name):
+            _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 # Exporting a model takes a second; an example is slow because of that, not because of the test.
 settings.register_profile("equinorm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
