@@ -553,6 +553,29 @@ def test_diverged_runs_are_shown() -> None:
     assert sum(line.get_marker() == "x" for axes in made.axes for line in axes.lines) == 30
 
 
+@pytest.mark.parametrize(("ends", "enlarged"), [((93.4, 92.9), True), ((93.4, 60.0), False), ((93.4,), False)])
+def test_the_end_of_curves_that_come_to_lie_on_each_other_is_drawn_larger(
+    ends: tuple[float, ...], enlarged: bool
+) -> None:
+    cells = tuple(Cell(f"method {i}", "CIFAR-10", seeds(run_of(f"method {i}", 40 + i), 1)) for i in range(len(ends)))
+    artifact = Artifact("fake/x", "x", "x", "x", cells, kind="curves")
+    records = {}
+    for cell, end in zip(cells, ends, strict=True):
+        record = record_of(cell.runs[0], end)
+        log = tuple({"epoch": e, "test_accuracy": 10 + (end - 10) * min(1, e / 50)} for e in range(1, 101))
+        records[cell.runs[0].key] = replace(record, epochs=log)
+    made = figures.draw(evaluate(artifact, records))
+    assert made is not None
+    insets = made.axes[0].child_axes
+    assert len(insets) == enlarged
+    for inset in insets:
+        assert inset.get_xlim() == pytest.approx((80.2, 100))
+        low, high = inset.get_ylim()
+        assert 92 < low < 92.9
+        assert 93.4 < high < 94
+        assert [line.get_color() for line in inset.lines] == [line.get_color() for line in made.axes[0].lines]
+
+
 def test_a_few_values_far_below_do_not_flatten_the_others() -> None:
     cells = tuple(Cell(row, str(d), seeds(run_of(row, d), 1)) for row in ("Baseline", "BN") for d in range(5))
     artifact = Artifact("fake/x", "x", "x", "x", cells, kind="lines")

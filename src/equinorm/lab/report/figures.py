@@ -31,6 +31,7 @@ from .wording import metric_name, value
 __all__ = ["draw"]
 
 _PANELS = 6  # a table with more columns than this is drawn as lines
+_END, _CLOSE = 0.2, 0.2  # the last epochs are drawn larger if all curves are there within this part of the axis
 
 
 def draw(result: Result) -> Figure | None:
@@ -253,14 +254,15 @@ def _curves(result: Result) -> Figure:
     drawn = {row: Look(chosen[row].colour, "", chosen[row].line) for row in result.rows
              if any(number.cell.row == row for number in shown)}  # fmt: skip
     for axes, column in zip(panels, columns, strict=True):
-        for number in shown:
-            if number.cell.column == column:
-                _one_curve(axes, number, drawn[number.cell.row])
+        here = [(number, drawn[number.cell.row]) for number in shown if number.cell.column == column]
+        for number, look in here:
+            _one_curve(axes, number, look)
         if len(result.columns) > 1:
             axes.set_title(f"{result.artifact.x_label} {column}".strip(), loc="left", fontsize=10)
         axes.set_xlabel("epoch")
         axes.set_ylabel(_axis_name(result))
         finish(axes)
+        _enlarge_end(axes, here)
     panels[-1].set_title(_caption(result, shown), loc="right", fontsize=9, color=GREY)
     _legend(made, [*_line_handles(drawn), *_extras(shown)])
     return made
@@ -292,6 +294,27 @@ def _one_curve(axes: Any, number: Number, look: Look) -> None:
             else:
                 axes.plot([0.0], [0.0], "x", color=look.colour, markersize=8, markeredgewidth=2, clip_on=False,
                           transform=axes.get_xaxis_transform(), zorder=5)  # fmt: skip
+
+
+def _enlarge_end(axes: Any, shown: Sequence[tuple[Number, Look]]) -> None:
+    """Draw the last epochs once more, larger, where several curves come to lie on each other."""
+    (first, last), (low, high) = axes.dataLim.intervalx, axes.dataLim.intervaly
+    start = last - _END * (last - first)
+    ends = [y for line in axes.lines for x, y in zip(*line.get_data(), strict=True) if x >= start]
+    if len(shown) < 2 or len(ends) < 2 * len(shown) or not 0 < max(ends) - min(ends) < _CLOSE * (high - low):
+        return
+    above = statistics.fmean(ends) > (low + high) / 2  # then there is room below
+    inset = axes.inset_axes((0.42, 0.1 if above else 0.5, 0.55, 0.42))
+    for number, look in shown:
+        _one_curve(inset, number, look)
+    margin = 0.08 * (max(ends) - min(ends))
+    inset.set_xlim(start, last)
+    inset.set_ylim(min(ends) - margin, max(ends) + margin)
+    inset.xaxis.set_major_locator(MaxNLocator(4))
+    inset.yaxis.set_major_locator(MaxNLocator(4))
+    inset.tick_params(labelsize=8)
+    inset.set_title(f"from epoch {start:.0f} on", loc="left", fontsize=8, color=GREY, pad=3)
+    finish(inset)
 
 
 def _series(record: Record, metric: str) -> dict[float, float]:
