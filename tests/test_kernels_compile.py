@@ -5,6 +5,7 @@ Tensors stay on the CPU, nothing is launched, and results mean nothing.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from equinorm.kernels import dispatch
 from equinorm.meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d, EquiNormLinear
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 DTYPES = [torch.bfloat16, torch.float32]
+REMEMBER = dispatch.Launch._remember
 
 
 class Elsewhere:
@@ -52,7 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(dispatch.Launch, "_remember", lambda *_: None)
     monkeypatch.setattr(dispatch, "launchable", lambda *_: True)
-    monkeypatch.setattr(driver, "_active", Elsewhere())
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Elsewhere())  # before Triton 3.4
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what it is unless told; Triton 3.9 wants to be told
     return found
 
@@ -68,6 +70,7 @@ def back(out: Tensor) -> None:
 # -- the laboratory's --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not hasattr(triton.language, "tuple"), reason="before Triton 3.3 these kernels are not used")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((9, 16, 32, 32), torch.float32), ((4, 16, 8, 8), torch.float32), ((4, 64, 8, 8), torch.bfloat16)],
@@ -166,3 +169,30 @@ def test_enorm(compiled: set[str], options: dict[str, Any], monkeypatch: pytest.
     optimizer.step()
     assert found.backend == "triton"
     assert {"_sum_tiles", "_combine", "_update_block", "_rescale"} <= compiled
+
+
+# -- the short way of launching ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gain", [True, False])
+def test_what_was_compiled_is_launched_again_with_what_it_takes(gain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from equinorm.kernels.weightnorm import Form, _launch, _normalize
+
+    signatures, launches = [], []
+
+    def remember(launch: dispatch.Launch, compiled: Any) -> None:
+        signatures.append(compiled.src.signature)
+        REMEMBER(launch, SimpleNamespace(run=lambda *given: launches.append(given), function="f", packed_metadata="m"))
+
+    monkeypatch.setattr(dispatch.Launch, "_remember", remember)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: "stream", raising=False)
+    v, g = torch.rand(4, 1), torch.rand(4) if gain else None
+    tensors = v, g, torch.empty_like(v), torch.empty(8)
+    launch = _launch.__wrapped__(_normalize, Form(), v.shape, v.device)
+    launch(*tensors)
+    launch(*tensors)
+    (given,), (signature,) = launches, signatures
+    assert given[:9] == (4, 1, 1, "stream", "f", "m", None, None, None)
+    assert given[9:13] == tuple(t if t is None else t.data_ptr() for t in tensors)
+    names = [name for name in _normalize.arg_names[4:] if name in signature]  # before Triton 3.3 none of a constant
+    assert given[13:] == tuple(launch.numbers[name] for name in names)

@@ -207,6 +207,9 @@ class Launch:
         if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
             self._compiled = (compiled.function, compiled.packed_metadata)
             self._run = compiled.run
+            if hasattr(self.kernel, "non_constexpr_indices"):  # Triton 3.2, whose launchers do not take constants
+                constant = {p.name for p in self.kernel.params if p.is_constexpr}
+                self._arguments = tuple(value for name, value in self.numbers.items() if name not in constant)
 
 
 def _addresses(tensors: Iterable[Tensor | None]) -> tuple[list[int | None], bool]:

@@ -43,6 +43,32 @@ DEPENDENT_LAUNCHES: bool | None = None
 By default (None) where the device and Triton can; `FusedCycle.early` says what is done, and may be set.
 """
 
+# -- kernels that begin before the one ahead of them has ended --------------------------------------------------------
+
+CAN_WAIT = hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait")
+"""Whether this Triton knows how: from 3.4 on. Before, even a name that is not reached keeps a kernel from compiling."""
+
+if CAN_WAIT:
+
+    @triton.jit
+    def _let_next_begin():
+        tl.extra.cuda.gdc_launch_dependents()
+
+    @triton.jit
+    def _wait_for_last():
+        tl.extra.cuda.gdc_wait()
+
+else:
+
+    @triton.jit
+    def _let_next_begin():
+        pass
+
+    @triton.jit
+    def _wait_for_last():
+        pass
+
+
 # -- memory of any dtype -----------------------------------------------------------------------------------------------
 
 
@@ -182,7 +208,7 @@ def _sum_tiles(
     DESCEND: after a step of SGD; the gradient and its average are in the slots after the weight's.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        _let_next_begin()
     tile = tiles + 15 * tl.program_id(0)
     parameter = tl.load(tile)
     pointers += parameter * slots
@@ -308,13 +334,13 @@ def _combine(
 ):  # fmt: skip
     """What pulls each variable up and down, of the partial sums; and every log-scale to 0, where a cycle starts."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        _let_next_begin()
     variable = tl.program_id(0) * V + tl.arange(0, V)
     known = variable < count
     first = tl.load(starts + variable, mask=known, other=0)
     last = tl.load(starts + variable + 1, mask=known, other=0)
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        _wait_for_last()
     ups, downs = tl.zeros([V, ITEMS], ACC), tl.zeros([V, ITEMS], ACC)
     for i in range(0, tl.max(last - first, 0), ITEMS):
         at = first[:, None] + i + tl.arange(0, ITEMS)[None, :]
@@ -410,7 +436,7 @@ def _update_block(
     Everything but the scales is read before the kernel waits for the block ahead of it.
     """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        _let_next_begin()
     program = tl.program_id(0)
     variable = tl.load(variables + program * V + tl.arange(0, V))
     rate = tl.load(rates + variable)
@@ -432,7 +458,7 @@ def _update_block(
                     matrices, n, KIND, P, ACC, V, TALL, TALL_LINE, True, RAW, KEPT, TWO, CANCELS,
                 )  # fmt: skip
             if EARLY:
-                tl.extra.cuda.gdc_wait()
+                _wait_for_last()
             if FLAT > 0:
                 x *= _weights(v, k, v2, k2, s, P, TWO)
             if TALL > 0:
@@ -446,7 +472,7 @@ def _update_block(
                 up += ups
                 down += downs
     elif EARLY:
-        tl.extra.cuda.gdc_wait()
+        _wait_for_last()
     # as solver.step_towards: mass on one side only, or too large a one, leaves the variable where it is
     both = (up > 0) & (down > 0) & (up < float("inf")) & (down < float("inf"))
     ratio = tl.log(tl.where(both, down, 1.0)) - tl.log(tl.where(both, up, 1.0))
@@ -460,8 +486,8 @@ def _update_block(
 def _commit(variables, updated, s, count, n, B: tl.constexpr, EARLY: tl.constexpr):
     """Make the new log-scales of a block visible, where its own programs had to read the old ones."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        _let_next_begin()
+        _wait_for_last()
     at = tl.program_id(0) * B + tl.arange(0, B)
     variable = tl.load(variables + at, mask=at < count, other=0)
     inside = (at < count) & (variable < n)
@@ -475,8 +501,8 @@ def _commit(variables, updated, s, count, n, B: tl.constexpr, EARLY: tl.constexp
 def _measure_gains(starts, index, exponent, log_t, s, gains, change, n, B: tl.constexpr, EARLY: tl.constexpr):
     """t of each safe bias, the geometric mean of its layer's input scales after this step; and the change of log t²."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        _let_next_begin()
+        _wait_for_last()
     gain = tl.program_id(0)
     first, last = tl.load(starts + gain), tl.load(starts + gain + 1)
     now, moved = tl.zeros([B], tl.float64), tl.zeros([B], tl.float64)
@@ -499,8 +525,8 @@ def _raise_factors(
 ):  # fmt: skip
     """The factor of every entry to each power, exact to rounding; and the step added to the scales since the start."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        _let_next_begin()
+        _wait_for_last()
     at = tl.program_id(0) * B + tl.arange(0, B)
     inside = at < entries
     total = _log_factor(index, exponent, entries, at, inside, s, TWO).to(tl.float64)
@@ -533,7 +559,7 @@ def _rescale(
         if ALIGNED:
             start = tl.multiple_of(start, 16)
         if EARLY:
-            tl.extra.cuda.gdc_wait()
+            _wait_for_last()
         if columns % CHUNK == 0:  # a piece of one row
             factor = tl.load(factors + row_entry) * tl.load(factors + column_entry + left + at)
             _multiply(address, start, at, None, factor, kind, KIND, ACC, ALIGNED)
@@ -565,8 +591,7 @@ def can_launch(device: torch.device) -> bool:
 
 def can_begin_early(device: torch.device) -> bool:
     """Whether a kernel can start before the one ahead of it has ended, and wait for it later."""
-    known = hasattr(tl.extra, "cuda") and hasattr(tl.extra.cuda, "gdc_wait")
-    return device.type == "cuda" and known and torch.cuda.get_device_capability(device) >= (9, 0)
+    return CAN_WAIT and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class FusedCycle(Followers):
