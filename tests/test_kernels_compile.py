@@ -16,8 +16,9 @@ import equinorm
 from equinorm.kernels import dispatch
 from equinorm.meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d, EquiNormLinear
+from triton_interpreter import needs_triton
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 DTYPES = [torch.bfloat16, torch.float32]
 REMEMBER = dispatch.Launch._remember
@@ -70,7 +71,7 @@ def back(out: Tensor) -> None:
 # -- the laboratory's --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(triton.language, "tuple"), reason="before Triton 3.3 these kernels are not used")
+@needs_triton(3)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((9, 16, 32, 32), torch.float32), ((4, 16, 8, 8), torch.float32), ((4, 64, 8, 8), torch.bfloat16)],

@@ -22,7 +22,7 @@ import test_equilibrium_gpu as gpu_tests
 from equinorm.equilibrium import equilibrate
 from equinorm.kernels import dispatch, operators
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
-from triton_interpreter import Wrapped, interpreted
+from triton_interpreter import Wrapped, interpreted, needs_triton
 
 fused = interpreted("equilibrium")
 small = interpreted("equilibrium")
@@ -817,6 +817,7 @@ def test_compiled_layers_call_the_kernels(build: Any, shape: tuple[int, ...], au
     assert called[:1] == ["equinorm.equilibrated"]
 
 
+@needs_triton(3)  # before, a kernel cannot be looked into where there is no GPU
 @pytest.mark.parametrize("gain", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_compiled_code_launches_the_kernels_itself(gain: bool, bias: bool) -> None:
@@ -862,6 +863,7 @@ def test_operations_are_for_ordinary_tensors(monkeypatch: pytest.MonkeyPatch) ->
     assert not dispatch.compilable(x, x.as_subclass(Tagged))
 
 
+@needs_triton(3)
 def test_what_is_exported_or_transformed_is_made_of_torchs_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_on_cuda", lambda tensor: True)
     layer, x = EquiNormConv2d(3, 4, 3, padding=1, track_running_stats=False), torch.rand(2, 3, 5, 5)

@@ -16,7 +16,7 @@ from equinorm import equilibrium
 from equinorm.lab import models
 from equinorm.lab.models import fused
 from kernels_lab import assert_close, check_convolution, check_norm, check_pool, check_residuals, factors
-from triton_interpreter import interpreted
+from triton_interpreter import interpreted, needs_triton
 
 names = ("convolution", "normalization", "pooling", "equilibrium")
 convolution, normalization, pooling, balance = (interpreted(name) for name in names)
@@ -31,6 +31,7 @@ formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
 
 
 # the interpreter cannot multiply matrices of bfloat16: that is tested on a GPU
+@needs_triton(3)
 @quick
 @given(
     convolutions,
@@ -67,6 +68,7 @@ def test_residual_units(kernels: Any, images: Any, channels: int, number: int, s
     check_residuals(kernels, images, channels, number, torch.float16, scaled, noise)
 
 
+@needs_triton(3)
 def test_a_triton_without_tuples_has_no_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.rand(1, 16, 4, 4).half().to(memory_format=torch.channels_last), torch.rand(16, 16, 3, 3)
     assert convolution.fits(x, weight)
@@ -91,6 +93,7 @@ def test_the_noise_of_a_hash_is_uniform_and_independent() -> None:
     assert not torch.equal(drawn[4].sort().values, drawn[5].sort().values)  # not the same in another order
 
 
+@needs_triton(3)
 @pytest.mark.parametrize("channels", [16, 32])
 def test_parts_of_the_weight_gradient_are_all_summed(channels: int) -> None:
     """More pixels than one part holds, a last part that is not full, and more parts than are summed at once."""
@@ -242,6 +245,7 @@ def test_small_convolutions_are_found(launched: list[str]) -> None:
     assert launched == ["convolution"]  # a stride, or a bias, is for torch
 
 
+@needs_triton(3)
 @pytest.mark.parametrize("norm", ["none", "msr"])
 def test_convolutions_take_in_what_follows(launched: list[str], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -280,6 +284,7 @@ def test_equinorm_takes_in_what_follows(preact: bool, left: int, monkeypatch: py
         torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
 
 
+@needs_triton(3)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.usefixtures("launched")
 def test_units_taken_together_have_their_noise(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
+from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,6 +13,15 @@ import pytest
 from torch._subclasses import FakeTensor
 
 import equinorm.kernels
+
+
+def needs_triton(minor: int) -> pytest.MarkDecorator:
+    """Skip a test before Triton 3.`minor`."""
+    try:
+        found = tuple(map(int, metadata.version("triton").split(".")[:2]))
+    except metadata.PackageNotFoundError:
+        found = (3, minor)
+    return pytest.mark.skipif(found < (3, minor), reason=f"needs Triton 3.{minor}")
 
 
 def interpreted(name: str) -> ModuleType:

@@ -42,7 +42,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of axes."""
 
-_ORDINARY = frozenset({Tensor, nn.Parameter})
+_ORDINARY = (Tensor, nn.Parameter)
 _allowed = True
 
 
