@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
-from torch import nn
+from torch import Tensor, nn
 
 import equinorm
 from architectures import (
@@ -86,6 +87,40 @@ def test_tracing_leaves_no_trace(plan: list[Step]) -> None:
     assert torch.equal(x, kept)
     assert torch.equal(torch.get_rng_state(), rng)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Remembering(nn.Module):
+    """Keeps what it has computed once, wherever it can."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.decides = nn.Linear(3, 4), nn.Linear(4, 2), decides
+        self.places: dict[str, Any] = {"deep": [{}]}
+        self.listed: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        self.places.setdefault("bias", 2 * self.first.bias)
+        self.places["deep"][0].setdefault("bias", 3 * self.first.bias)
+        if not self.listed:
+            self.listed.append(4 * self.first.bias)
+        if self.decides and hidden.sum() > 0:
+            hidden = 2 * hidden
+        return self.second(hidden)
+
+
+def test_what_a_model_remembers_of_a_trace_is_forgotten() -> None:
+    net = Remembering(decides=True)
+    with pytest.raises(equinorm.TraceError):
+        equinorm.trace(net, torch.rand(5, 3))
+    assert net.places == {"deep": [{}]}
+    assert net.listed == []
+    net(torch.rand(5, 3))
+    kept = net.places["bias"], net.places["deep"][0]["bias"], net.listed[0]
+    net.decides = False
+    equinorm.trace(net, torch.rand(5, 3))
+    now = net.places["bias"], net.places["deep"][0]["bias"], *net.listed
+    assert all(a is b for a, b in zip(kept, now, strict=True))
 
 
 def test_a_model_that_writes_to_its_input_gets_a_copy() -> None:

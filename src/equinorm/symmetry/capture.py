@@ -194,6 +194,33 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 config.use_cache = cached
 
 
+@contextmanager
+def _forgotten(model: nn.Module) -> Iterator[None]:
+    """Take back what modules put into dicts, lists and sets of theirs: it was computed from tensors without values.
+
+    Newer versions of torch do; torch 2.6 leaves such tensors in the caches of a LeViT, or cannot go on.
+    """
+    before: dict[int, tuple[Any, Any]] = {}
+    held = [value for module in model.modules() for value in vars(module).values()]
+    while held:
+        value = held.pop()
+        if type(value) in (dict, list, set) and id(value) not in before:
+            before[id(value)] = value, value.copy()
+            held += value.values() if type(value) is dict else value
+
+    def restore(*_: Any) -> None:
+        for value, old in before.values():
+            value.clear()
+            value.extend(old) if type(value) is list else value.update(old)
+
+    handle = model.register_forward_hook(restore)  # torch 2.6 looks right after the call
+    try:
+        yield
+    finally:
+        handle.remove()
+        restore()
+
+
 def source_line(file: str, line: int | str) -> str:
     return f"{'/'.join(Path(file).parts[-2:])}:{line}"
 
@@ -231,7 +258,7 @@ def export(
 
     >>> exported, call_sites = export(model, (images,), {})
     """
-    with _undisturbed(model), _recorded_calls(model) as call_sites:
+    with _undisturbed(model), _forgotten(model), _recorded_calls(model) as call_sites:
         try:
             return torch.export.export(model, args, kwargs, strict=False), call_sites
         except Exception as error:
