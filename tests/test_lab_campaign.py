@@ -102,7 +102,7 @@ def test_items_are_found_by_name_artifact_and_paper() -> None:
         "figure4", "table3-128", "table3-32", "table3-8",
     ]  # fmt: skip
     assert {found.artifact.split("/")[0] for found in named(["ruff2020"])} == {"ruff2020"}
-    with pytest.raises(UserError, match=r"no item 'figure99'\. It has tuning-fc, figure4"):
+    with pytest.raises(UserError, match=r"no item 'figure99'; did you mean figure8 .* It has tuning-fc, figure4"):
         named(["figure99"])
 
 

@@ -64,7 +64,9 @@ def test_artifacts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["repro2020"], "There are the papers stock2019, defazio2018"),
+        (["repro2020"], "no artifact 'repro2020'; did you mean repro2019"),
+        (["ruff2020/tabel1"], "did you mean ruff2020/table1"),
+        (["xyz"], "no artifact 'xyz'. There are those of the papers stock2019, defazio2018"),
         (["repro2019", "--row", "Magic"], "there is no row Magic in repro2019/figure2, repro2019/figure3; there are"),
         (["repro2019", "--column", "99"], "there is no column 99"),
     ],

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from . import UserError
+from . import UserError, meant
 from .artifacts import Artifact, all_artifacts
 from .files import write_text
 from .recipes import ruff2020, stock2019
@@ -138,7 +138,8 @@ def named(names: Iterable[str]) -> tuple[Item, ...]:
     names = tuple(names)
     for name in names:
         if not any(_matches(item, name) for item in ITEMS):
-            raise UserError(f"the campaign has no item {name!r}. It has {', '.join(item.name for item in ITEMS)}")
+            there = [item.name for item in ITEMS]
+            raise UserError(f"the campaign has no item {name!r}{meant(name, there) or '.'} It has {', '.join(there)}")
     return tuple(item for item in ITEMS if not names or any(_matches(item, name) for name in names))
 
 

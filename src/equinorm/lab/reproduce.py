@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import UserError
+from . import UserError, meant
 from .artifacts import PAPERS, Artifact, all_artifacts
 from .launchers import Launcher, Options, launch
 from .runs import Run
@@ -46,8 +46,8 @@ def chosen(
         matching = [a for key, a in found.items() if name in ("all", key, key.split("/")[0])]
         if not matching:
             raise UserError(
-                f"there is no artifact {name!r}. There are the papers {', '.join(PAPERS)}, and of them "
-                f"{', '.join(found)}"
+                f"there is no artifact {name!r}{meant(name, [*PAPERS, *found]) or '.'} There are those of the papers "
+                f"{', '.join(PAPERS)}; `equinorm reproduce` lists them"
             )
         picked |= {a.name: a for a in matching}
     for what, wanted in (("row", rows), ("column", columns)):

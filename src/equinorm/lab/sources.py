@@ -8,7 +8,6 @@ torchvision:resnet18        timm:convnext_tiny        hf:folder-with-config.json
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import UserError
+from . import UserError, meant
 from .checkpoints import first_line
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -189,12 +188,8 @@ def _attribute(found: Any, module: str, attribute: str) -> Any:
     try:
         return attrgetter(attribute)(found)
     except AttributeError:
-        close = difflib.get_close_matches(attribute, [n for n in dir(found) if not n.startswith("_")], 3)
-        raise UserError(f"{module} has no {attribute!r}{_meant(close)}") from None
-
-
-def _meant(close: Sequence[str]) -> str:
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+        public = (name for name in dir(found) if not name.startswith("_"))
+        raise UserError(f"{module} has no {attribute!r}{meant(attribute, public)}") from None
 
 
 def _library(name: str) -> Any:
@@ -237,9 +232,7 @@ def _torchvision() -> Any:
 def _from_torchvision(name: str, options: dict[str, Any]) -> Source:
     models = _torchvision().models
     if name not in models.list_models():
-        raise UserError(
-            f"torchvision has no model {name!r}{_meant(difflib.get_close_matches(name, models.list_models(), 3))}"
-        )
+        raise UserError(f"torchvision has no model {name!r}{meant(name, models.list_models())}")
     if options.get("weights") is not None or options.get("weights_backbone") is not None:
         raise UserError("weights are not downloaded: save them as a file and give it as CHECKPOINT")
     inner = {"weights_backbone": None} if "weights_backbone" in _names(models.get_model_builder(name)) else {}
@@ -271,7 +264,7 @@ def _from_timm(name: str, options: dict[str, Any]) -> Source:
         _torchvision()  # timm imports it
     timm = _library("timm")
     if not timm.is_model(name):
-        raise UserError(f"timm has no model {name!r}{_meant(difflib.get_close_matches(name, timm.list_models(), 3))}")
+        raise UserError(f"timm has no model {name!r}{meant(name, timm.list_models())}")
     if options.get("pretrained"):
         raise UserError("weights are not downloaded: save them as a file and give it as CHECKPOINT")
     model = _guarded(lambda: timm.create_model(name, **{"pretrained": False, **options}), f"timm:{name}")
