@@ -527,7 +527,7 @@ def assert_same_penalty(implicit: equinorm.ImplicitENorm, counted: Any = None, *
         torch.testing.assert_close(mine, expected, **tolerance)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     plan=mixed_plans,
     p=st.sampled_from([1.0, 2.0, 3.0]),

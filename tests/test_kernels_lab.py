@@ -55,7 +55,7 @@ def test_convolution(
     check_convolution(kernels, images, channels, torch.float16, plus, relu, scaled, **kernel)
 
 
-@settings(quick, max_examples=8)
+@settings(quick, max_examples=5)
 @given(
     convolutions,
     st.tuples(st.integers(1, 2), st.integers(3, 6), st.integers(3, 6)),
