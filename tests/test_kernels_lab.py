@@ -93,6 +93,7 @@ def test_the_noise_of_a_hash_is_uniform_and_independent() -> None:
     assert not torch.equal(drawn[4].sort().values, drawn[5].sort().values)  # not the same in another order
 
 
+@pytest.mark.slow
 @needs_triton(3)
 @pytest.mark.parametrize("channels", [16, 32])
 def test_parts_of_the_weight_gradient_are_all_summed(channels: int) -> None:

@@ -9,8 +9,10 @@ import equinorm
 import zoo
 from nets import assert_function_kept, randomize_constants, to_double
 
+# These take long, and others of their kind are in every run.
+LONG = {"vgg11", "swin_t", "efficientnet_v2_s", "regnet_x_400mf", "fcn_resnet50", "nf_resnet26"}
 ENTRIES = [
-    pytest.param(entry, id=f"{family.lower()}-{name}")
+    pytest.param(entry, id=f"{family.lower()}-{name}", marks=[pytest.mark.slow] if name in LONG else [])
     for family in ("TORCHVISION", "TIMM", "TRANSFORMERS")
     for name, entry in getattr(zoo, family).items()
 ]
