@@ -90,7 +90,7 @@ def test_tracing_leaves_no_trace(plan: list[Step]) -> None:
 
 
 class Remembering(nn.Module):
-    """Keeps what it has computed once, wherever it can."""
+    """Keeps what it has computed once, wherever it can; and calls itself."""
 
     def __init__(self, decides: bool) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ class Remembering(nn.Module):
         self.places: dict[str, Any] = {"deep": [{}]}
         self.listed: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).relu()
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        hidden = self.first(x + self(x, False).mean() if again else x).relu()
         self.places.setdefault("bias", 2 * self.first.bias)
         self.places["deep"][0].setdefault("bias", 3 * self.first.bias)
         if not self.listed:
@@ -121,6 +121,9 @@ def test_what_a_model_remembers_of_a_trace_is_forgotten() -> None:
     equinorm.trace(net, torch.rand(5, 3))
     now = net.places["bias"], net.places["deep"][0]["bias"], *net.listed
     assert all(a is b for a, b in zip(kept, now, strict=True))
+    model, x, sym = double_and_trace(Remembering(decides=False), torch.rand(5, 3))
+    assert sym.num_scales == 4
+    assert_function_kept(model, x, sym)
 
 
 def test_a_model_that_writes_to_its_input_gets_a_copy() -> None:

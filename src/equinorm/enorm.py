@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from .kernels.dispatch import ORDINARY
 from .objective import Objective, Sum, imbalance, layouts, powers_of, times
 from .optimizers import (
     carry_state_,
@@ -191,7 +192,6 @@ def _touches(w: ScaledParameter, variables: Tensor) -> bool:
 # -- in training: one cycle after every step ---------------------------------------------------------------------------
 
 _BIASES = ("safe", "plain", "skip")
-_ORDINARY = (Tensor, nn.Parameter)
 _BACKENDS = ("auto", "plain", "foreach", "triton")
 
 
@@ -486,7 +486,7 @@ class ENorm:
             moved += [other.tensor(name) for other in self.companions]
             found += held
             for x in moved:
-                if type(x) not in _ORDINARY:
+                if type(x) not in ORDINARY:
                     found.append(type(x))
                     if isinstance(x, Tensor):
                         return []

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 __all__ = [
     "CHANNELS_LAST",
     "DTYPES",
+    "ORDINARY",
     "Launch",
     "Written",
     "channels_last",
@@ -42,7 +43,8 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of axes."""
 
-_ORDINARY = (Tensor, nn.Parameter)
+ORDINARY = (Tensor, nn.Parameter)
+"""Types of tensors without ways of their own. Not a set: `torch.compile` of torch 2.6 cannot look into one of types."""
 _allowed = True
 
 
@@ -63,7 +65,7 @@ def launchable(*tensors: Tensor | None) -> bool:
             if not tensor.is_cuda:
                 return False
             device = tensor.device
-        if type(tensor) not in _ORDINARY or tensor.device != device:
+        if type(tensor) not in ORDINARY or tensor.device != device:
             return False
     return not (
         torch._C._get_tracing_state() is not None  # torch.jit.trace
@@ -93,7 +95,7 @@ def compilable(*tensors: Tensor | None) -> bool:
     if not torch.compiler.is_compiling() or _exporting() or not _allowed:
         return False
     there = [tensor for tensor in tensors if tensor is not None]
-    return all(type(tensor) in _ORDINARY and _on_cuda(tensor) for tensor in there) and _operators_apply()
+    return all(type(tensor) in ORDINARY and _on_cuda(tensor) for tensor in there) and _operators_apply()
 
 
 def _on_cuda(tensor: Tensor) -> bool:

@@ -201,7 +201,8 @@ def _forgotten(model: nn.Module) -> Iterator[None]:
     Newer versions of torch do; torch 2.6 leaves such tensors in the caches of a LeViT, or cannot go on.
     """
     before: dict[int, tuple[Any, Any]] = {}
-    held = [value for module in model.modules() for value in vars(module).values()]
+    torchs = vars(nn.Module()).keys()  # parameters, buffers, modules, hooks: not for us to touch while it is called
+    held = [value for module in model.modules() for name, value in vars(module).items() if name not in torchs]
     while held:
         value = held.pop()
         if type(value) in (dict, list, set) and id(value) not in before:
