@@ -316,6 +316,20 @@ def test_milestones_fall_on_the_papers_epochs() -> None:
 # -- claims ------------------------------------------------------------------------------------------------------------
 
 
+class MadeUp(dict[tuple[str, ...], float]):
+    """Means; those of other metrics, (row, column, metric), are made up when they are asked for."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def __missing__(self, place: tuple[str, ...]) -> float:
+        if len(place) == 2:
+            raise KeyError(place)
+        self[place] = self[place[:2]] * self.draw.uniform(0.5, 1.5)
+        return self[place]
+
+
 def made_up(artifact: Artifact, seed: int) -> Means:
     """Means in which rows differ, change over the columns, and sometimes diverge; on a scale that varies."""
     draw = random.Random(seed)
@@ -328,7 +342,7 @@ def made_up(artifact: Artifact, seed: int) -> Means:
     level = {row: scale * draw.random() for row in rows}
     slope = {row: scale * draw.choice((0.0, 0.05, 0.5, -0.05, -0.5)) / len(columns) for row in rows}
     lost = {row: draw.choice((None, None, None, draw.randrange(len(columns)))) for row in rows}
-    made = {}
+    made = MadeUp(draw)
     for row, column in places:
         i, last = columns.index(column), lost[row]
         fine = last is None or i <= last or draw.random() < 0.02

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from .runs import Run
 
-__all__ = ["PAPERS", "Artifact", "Cell", "Claim", "Compute", "all_artifacts", "find"]
+__all__ = ["PAPERS", "Artifact", "Cell", "Claim", "Compute", "Means", "all_artifacts", "find"]
 
 PAPERS = ("stock2019", "defazio2018", "ruff2020", "repro2019", "arpit2019")
 
@@ -36,16 +36,20 @@ class Cell:
     tolerance: float | None = None  # how far from the paper still counts as reproduced; None: the artifact's
 
 
+Means = Mapping[tuple[str, ...], float]
+
+
 @dataclass(frozen=True)
 class Claim:
     """A sentence of the paper that the numbers decide.
 
-    `holds` gets the means by (row, column) and returns whether it is so; it may raise KeyError where a cell was not
-    run, which the report shows as "not run".
+    `holds` gets the means by (row, column), or by (row, column, metric) where the sentence is about another metric
+    than the artifact's, as "test_accuracy@10", and returns whether it is so; it may raise KeyError where a cell was
+    not run, which the report shows as "not run".
     """
 
     text: str
-    holds: Callable[[Mapping[tuple[str, str], float]], bool]
+    holds: Callable[[Means], bool]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Compute:
     """A result that needs no training: `function(toy)` returns plain data (JSON); `draw(data, axes)` shows it."""
 
     function: Callable[[bool], dict[str, Any]]
-    cells: Callable[[dict[str, Any]], Mapping[tuple[str, str], float]] = lambda data: {}  # numbers for cells and claims
+    cells: Callable[[dict[str, Any]], Means] = lambda data: {}  # numbers for cells and claims
     draw: Callable[[dict[str, Any], Any], None] | None = None  # on a matplotlib Figure
 
 

@@ -48,7 +48,7 @@ def quadratics(toy: bool) -> dict[str, Any]:
 
 def quadratics_cells(data: Mapping[str, list[list[float]]]) -> Means:
     """Signed distance to the minimum along the steep direction after one step and two, and in all at the end."""
-    found: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, ...], float] = {}
     for name, path in data.items():
         found[name, "steep, after 1 step"] = path[1][1]
         found[name, "steep, after 2 steps"] = path[2][1]

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 from .. import models
-from ..artifacts import Cell, Claim, seeds
+from ..artifacts import Cell, Claim, Means, seeds
 from ..runs import Data, Method, Run
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "wins",
 ]
 
-Means = Mapping[tuple[str, str], float]
 Column = TypeVar("Column", int, float, str)
 
 # -- runs and cells ----------------------------------------------------------------------------------------------------

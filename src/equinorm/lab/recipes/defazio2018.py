@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..artifacts import Artifact, Cell, Claim, seeds
+from ..artifacts import Artifact, Cell, Claim, Means, seeds
 from ..runs import Data, Model, Optim, Run
 from ..schedules import Step, SuperConvergence
 from .common import changed, grid, toy_run, wins
@@ -69,22 +69,35 @@ def full_run(row: str, column: str) -> Run:
     return normed(WRN, row)
 
 
+EARLY = "test_accuracy@10"
+
+
+def rises(means: Means, row: str) -> bool:
+    """Whether the test loss is higher before the second drop of the learning rate than behind the first."""
+    return means[row, "CIFAR-10", "test_loss@225"] > means[row, "CIFAR-10", "test_loss@151"]
+
+
 FIGURE_2 = Artifact(
     name="defazio2018/figure2",
     title="WRN on CIFAR-10 without mixup: test loss",
-    says="EquiNorm converges faster and overfits: its test loss rises after the first drop of the learning rate. "
-    "Statistics of a quarter of the batch cure that.",
-    protocol=FULL_PROTOCOL,
+    says="EquiNorm converges faster and overfits: its test loss rises after the first drop of the learning rate. With "
+    "statistics of a quarter of the batch no overfitting is visible.",
+    protocol=f"{FULL_PROTOCOL} The epochs that decide the sentences about curves were fixed when those had been seen.",
     cells=grid(("BN", "EquiNorm", QUARTER), ("CIFAR-10",), full_run, n=1),
     claims=(
+        Claim(
+            "EquiNorm converges faster than BN: after 10 epochs its test accuracy is higher",
+            lambda means: means["EquiNorm", "CIFAR-10", EARLY] > means["BN", "CIFAR-10", EARLY],
+        ),
         Claim(
             "EquiNorm overfits more than BN: its test loss ends higher",
             lambda means: means["EquiNorm", "CIFAR-10"] > means["BN", "CIFAR-10"],
         ),
         Claim(
-            "With a quarter of the batch it ends lower than with all of it",
-            lambda means: means[QUARTER, "CIFAR-10"] < means["EquiNorm", "CIFAR-10"],
+            "Its test loss rises between the two drops of the learning rate, and that of BN does not",
+            lambda means: rises(means, "EquiNorm") and not rises(means, "BN"),
         ),
+        Claim("With a quarter of the batch it does not rise", lambda means: not rises(means, QUARTER)),
     ),
     kind="curves",
     metric="test_loss",

@@ -16,7 +16,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -248,19 +248,21 @@ def evaluate(
     return Result(artifact, tuple(numbers), claims, computed, toy)
 
 
-class _Watched(Mapping[tuple[str, str], float]):
-    """The values by (row, column); remembers which were looked at."""
+class _Watched(Mapping[tuple[str, ...], float]):
+    """The values by (row, column) or (row, column, metric); remembers which cells were looked at."""
 
     def __init__(self, numbers: Sequence[Number]) -> None:
-        self._numbers = {(n.cell.row, n.cell.column): n for n in numbers if n.was_run}
-        self.seen: dict[tuple[str, str], Number] = {}
+        self._numbers: dict[tuple[str, ...], Number] = {(n.cell.row, n.cell.column): n for n in numbers if n.was_run}
+        self.seen: dict[tuple[str, ...], Number] = {}
 
-    def __getitem__(self, key: tuple[str, str]) -> float:
-        number = self._numbers[key]
-        self.seen[key] = number
+    def __getitem__(self, key: tuple[str, ...]) -> float:
+        place, metric = key[:2], key[2:]
+        number = self.seen[place] = self._numbers[place]
+        if metric:
+            number = replace(number, artifact=replace(number.artifact, metric=metric[0]))
         return number.value
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
         return iter(self._numbers)
 
     def __len__(self) -> int:
