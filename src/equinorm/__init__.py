@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from .optimizers import register_state_rule
     from .pathsgd import PathSGD
+    from .running_statistics import update_statistics_
     from .symmetry import Symmetry, TraceError, trace
     from .weightnorm import (
         apply_weight_norm_,
@@ -65,6 +66,7 @@ _HOME = {
     "remove_weight_norm_": "weightnorm",
     "scaled_weight_norm_": "weightnorm",
     "trace": "symmetry",
+    "update_statistics_": "running_statistics",
     "weight_standardization_": "weightnorm",
     "zero_mean_init_": "meanshift",
 }
@@ -99,6 +101,7 @@ __all__ = [
     "remove_weight_norm_",
     "scaled_weight_norm_",
     "trace",
+    "update_statistics_",
     "weight_standardization_",
     "zero_mean_init_",
 ]
