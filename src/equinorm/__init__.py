@@ -107,14 +107,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("nn", "diagnostics"):
-        return import_module(f"equinorm.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'equinorm' has no attribute {name!r}")
-    found = getattr(import_module(f"equinorm.{_HOME[name]}"), name)
-    globals()[name] = found  # a function may be called like its module, and it is the function that is meant
-    return found
+if not TYPE_CHECKING:  # which knows the names above, and is to complain about any other
+
+    def __getattr__(name: str) -> Any:
+        if name in ("nn", "diagnostics"):
+            return import_module(f"equinorm.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module 'equinorm' has no attribute {name!r}")
+        found = getattr(import_module(f"equinorm.{_HOME[name]}"), name)
+        globals()[name] = found  # a function may be called like its module, and it is the function that is meant
+        return found
 
 
 def __dir__() -> list[str]:
