@@ -1025,12 +1025,23 @@ def test_data_dependent_initialization_that_fails_changes_nothing() -> None:
         convert(model, "equinorm", images(), init_batch=images())
 
 
+def test_a_method_can_be_given_itself() -> None:
+    for method in methods():
+        by_name, report = convert(Small(), method.name, images())
+        itself, same = convert(Small(), method, images())
+        assert (str(itself), str(same)) == (str(by_name), str(report))
+
+
 # -- errors and the report --------------------------------------------------------------------------------------
 
 
 def test_errors_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="unknown method 'batch_norm'; expected one of 'equinorm', 'msr'"):
         convert(Small(), "batch_norm", images())
+    with pytest.raises(ValueError, match=r"unknown method 'ENorm'; .*equinorm\.ENorm\(model, optimizer, "):
+        convert(Small(), "ENorm", images())
+    with pytest.raises(TypeError, match="expected the name of a method, got int"):
+        convert(Small(), 3, images())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'groupnorm' has no option 'group'; it has groups, eps"):
         convert(Small(), "groupnorm", images(), group=4)
     with pytest.raises(TypeError, match="'weightnorm' has no option 'eps'; it has none"):

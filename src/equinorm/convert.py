@@ -83,7 +83,7 @@ def table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
 
 def convert(
     model: nn.Module,
-    method: str,
+    method: str | Method,
     example_inputs: Any,
     *,
     keep: Iterable[str] = (),
@@ -98,7 +98,7 @@ def convert(
     Args:
         model: any module that `torch.export` can capture. Its mode, device, dtypes, memory formats and what
             requires gradients are kept.
-        method: one of the names in `equinorm.methods()`.
+        method: one of `equinorm.methods()`, or its name.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Only shapes matter.
         keep: names or patterns (`"layer4.*"`) of modules that must stay as they are.
         final_batchnorm: put a batch norm behind the last layer, and leave one that is there (stock2019, 6.2).
@@ -114,6 +114,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     chosen = find_method(method)
+    method = chosen.name
     if unwrap(model) is not model:
         raise TypeError(f"convert the model first and wrap it then: got a {type(model).__name__}")
     if init_batch is not None and method not in WITH_DATA_DEPENDENT_INIT:

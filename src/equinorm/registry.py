@@ -53,6 +53,12 @@ class Method:
 
 _METHODS: dict[str, Method] = {}
 
+_ELSEWHERE = {
+    "enorm": "ENorm leaves all layers as they are and goes with the optimizer: "
+    "equinorm.ENorm(model, optimizer, example_inputs).attach()",
+    "pathsgd": "Path-SGD is an optimizer: equinorm.PathSGD(model, example_inputs, lr=...)",
+}
+
 
 def methods() -> tuple[Method, ...]:
     """All methods that `convert` knows.
@@ -62,9 +68,14 @@ def methods() -> tuple[Method, ...]:
     return tuple(_METHODS.values())
 
 
-def find_method(name: str) -> Method:
+def find_method(name: str | Method) -> Method:
+    if isinstance(name, Method):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"expected the name of a method, got {type(name).__name__}")
     if name not in _METHODS:
-        raise ValueError(f"unknown method {name!r}; expected one of {', '.join(map(repr, _METHODS))}")
+        hint = "; " + _ELSEWHERE[name.lower()] if name.lower() in _ELSEWHERE else ""
+        raise ValueError(f"unknown method {name!r}; expected one of {', '.join(map(repr, _METHODS))}{hint}")
     return _METHODS[name]
 
 
