@@ -327,6 +327,14 @@ def test_a_time_limit_keeps_the_function_and_says_so() -> None:
     assert relative_error(model(x), before) < 1e-11
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    model, x = chain(5, 4, 3), torch.randn(3, 5).double()
+    scripted = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+    with pytest.raises(TypeError, match="a TorchScript module cannot be traced"):
+        equinorm.balance_(scripted, x)
+
+
 def test_bad_arguments_change_nothing() -> None:
     model, x = chain(5, 6, 2), torch.randn(3, 5).double()
     before = copy.deepcopy(model.state_dict())

@@ -426,6 +426,11 @@ def test_copies_of_model_and_optimizer_alone_are_bound() -> None:
         enorm.bind(copy.deepcopy(model), other_optimizer)
 
 
+def test_an_optimizer_is_needed() -> None:
+    with pytest.raises(TypeError, match=r"expected the optimizer that trains the model, got NoneType; .*balance_"):
+        equinorm.ENorm(chain(5, 8, 3), None, batch()[0])  # type: ignore[arg-type]
+
+
 def test_half_precision_weights_stay_finite() -> None:
     model = chain(5, 8, 8, 3).half()
     with torch.no_grad():

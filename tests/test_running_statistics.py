@@ -146,6 +146,12 @@ def test_batches_as_loaders_give_them(packed: Callable[[Tensor], Any]) -> None:
     torch.testing.assert_close(statistics(other), statistics(one))
 
 
+def test_one_batch_is_not_a_list_of_batches() -> None:
+    for batch in (images([3])[0], {"input": images([3])[0]}):
+        with pytest.raises(TypeError, match="expected a data loader or a list of batches, got a single"):
+            update_statistics_(net("EquiNorm"), batch)
+
+
 def test_layers_that_no_batch_reaches_keep_their_statistics() -> None:
     class WithHead(nn.Module):
         def __init__(self) -> None:

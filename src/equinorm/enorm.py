@@ -257,6 +257,11 @@ class ENorm:
         for name, number in (("p", p), ("c", c), ("cycles", cycles), ("every", every)):
             if not 0 < number < float("inf"):
                 raise ValueError(f"{name} must be positive, got {number!r}")
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"expected the optimizer that trains the model, got {type(optimizer).__name__}; without training there "
+                "is equinorm.balance_(model, example_inputs)"
+            )
         symmetry = _symmetry(model, example_inputs, symmetry, keep=keep, batchnorm=batchnorm)
         if not symmetry.num_scales:
             raise ValueError(f"nothing to rescale.\n{symmetry.explain().summary}")

@@ -33,6 +33,10 @@ def update_statistics_(model: nn.Module, batches: Iterable[Any]) -> tuple[str, .
 
     >>> update_statistics_(averaged, loader)
     """
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError(
+            f"expected a data loader or a list of batches, got a single {type(batches).__name__}: [it] will do"
+        )
     model = unwrap(model)
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _keeps_statistics(module)}
     if not layers:

@@ -259,6 +259,8 @@ def export(
 
     >>> exported, call_sites = export(model, (images,), {})
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("a TorchScript module cannot be traced: give the torch.nn.Module that it was made of")
     with _undisturbed(model), _forgotten(model), _recorded_calls(model) as call_sites:
         try:
             return torch.export.export(model, args, kwargs, strict=False), call_sites
