@@ -55,7 +55,7 @@ def update_statistics_(model: nn.Module, batches: Iterable[Any]) -> tuple[str, .
     try:
         model.eval()
         for layer in momenta:
-            layer.train()
+            layer.training = True  # and not what is inside it, as the dropout in norms of timm's
         for batch in batches:
             _run(model, batch, device)
         if not any(runs.values()):
