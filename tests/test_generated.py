@@ -31,13 +31,13 @@ def check(plan: list[Step], training: bool = False) -> None:
     assert_function_kept(model, x, sym, seed=1, tolerance=1e-11)
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(homogeneous_plans)
 def test_homogeneous_architectures(plan: list[Step]) -> None:
     check(plan)
 
 
-@settings(max_examples=120)
+@settings(max_examples=90)
 @given(mixed_plans)
 def test_architectures_with_barriers(plan: list[Step]) -> None:
     check(plan)
