@@ -287,6 +287,7 @@ def test_claims() -> None:
     assert claim(lambda m: m["A", "1"] > m["B", "1"], lost) == ("not reproduced", "diverged: A at 1")
     assert claim(lambda m: m["A", "1"] > 0, both, toy=True)[0] == "toy"
     assert claim(lambda m: m["A", "1", "filters.mean@4"] == pytest.approx(0.4), both) == ("reproduced", "")
+    assert claim(lambda m: m["A", "1", "filters.maen"] > 0, both) == ("not run", "missing: A at 1 at filters.maen")
     assert claim(lambda m: m["C", "1", "filters.mean@4"] > 0, both) == ("not run", "missing: C at 1")
     with pytest.raises(RuntimeError, match=r"'a claim' of fake/x failed: ZeroDivisionError"):
         claim(lambda m: 1 / 0, both)

@@ -19,6 +19,7 @@ from .convert import ConvertReport, deep_copy
 from .equilibrium import _EquiNorm
 from .meanshift import InputNoise
 from .modulegraph import Call, ModuleGraph
+from .running_statistics import has_running_statistics
 from .surgery import (
     CHANNEL_NORMS,
     OTHER_NORMS,
@@ -226,7 +227,7 @@ def _what_stayed(model: nn.Module, kept: dict[str, str]) -> tuple[Row, ...]:
     for path, module in model.named_modules():
         if isinstance(module, (*CHANNEL_NORMS, *OTHER_NORMS)):
             why = kept.get(path, "example_inputs, which would tell what it reads, were not given")
-            if not _has_running_statistics(module):
+            if not has_running_statistics(module):
                 why = _INPUT_DEPENDENT
         elif isinstance(module, NormalizationPropagation):
             why = "it holds a ReLU; the layer inside it is plain"
@@ -236,10 +237,6 @@ def _what_stayed(model: nn.Module, kept: dict[str, str]) -> tuple[Row, ...]:
             continue
         rows.append(Row(path, describe(module), "", why))
     return tuple(rows)
-
-
-def _has_running_statistics(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "running_mean", None), Tensor)
 
 
 class _CallableModule(ModuleType):

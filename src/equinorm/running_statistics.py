@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .symmetry.capture import unwrap
 
-__all__ = ["update_statistics_"]
+__all__ = ["has_running_statistics", "update_statistics_"]
 
 
 @torch.no_grad()
@@ -38,7 +38,8 @@ def update_statistics_(model: nn.Module, batches: Iterable[Any]) -> tuple[str, .
             f"expected a data loader or a list of batches, got a single {type(batches).__name__}: [it] will do"
         )
     model = unwrap(model)
-    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _keeps_statistics(module)}
+    tracking = ((n, m) for n, m in model.named_modules() if has_running_statistics(m) and hasattr(m, "momentum"))
+    layers: dict[str, Any] = dict(tracking)
     if not layers:
         return ()
     device = next(chain(model.parameters(), model.buffers())).device
@@ -78,8 +79,8 @@ def update_statistics_(model: nn.Module, batches: Iterable[Any]) -> tuple[str, .
     return tuple(name for name, layer in layers.items() if runs[layer])
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "running_mean", None), Tensor) and hasattr(module, "momentum")
+def has_running_statistics(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "running_mean", None), Tensor)
 
 
 def _run(model: nn.Module, batch: Any, device: torch.device) -> None:

@@ -260,6 +260,8 @@ class _Watched(Mapping[tuple[str, ...], float]):
         number = self.seen[place] = self._numbers[place]
         if metric:
             number = replace(number, artifact=replace(number.artifact, metric=metric[0]))
+            if not number.was_run:
+                raise KeyError(key)  # no run has that metric
         return number.value
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
