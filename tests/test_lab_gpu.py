@@ -42,6 +42,7 @@ RUNS = {
         CONV,
         model=Model("resnet_cifar", {"depth": 14, "width": 16, "norm": "msr", "noise": 0.1}),
         method=Method("msr"),
+        optim=replace(CONV.optim, norm_rate=0.1),
         record=("filters",),
     ),
     "crops": replace(

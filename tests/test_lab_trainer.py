@@ -43,7 +43,7 @@ RUNS = {
         data=IMAGES,
         model=Model("resnet_cifar", {"depth": 8, "width": 4, "norm": "msr", "noise": 0.1}),
         method=Method("msr", {"z": 0.85, "luma": 5e-4}),
-        optim=Optim(0.1, momentum=0.9, schedule=Step()),
+        optim=Optim(0.1, momentum=0.9, schedule=Step(), norm_rate=0.1),
         record=("filters", "energy"),
     ),
     "equinorm": replace(
@@ -136,18 +136,22 @@ def test_learning_rate_and_momentum_follow_the_schedule() -> None:
     assert seen[n][1] == expected[n][1]
 
 
-def test_a_plain_loop_gives_the_same_weights() -> None:
+@pytest.mark.parametrize("norm_rate", [1.0, 0.1])
+def test_a_plain_loop_gives_the_same_weights(norm_rate: float) -> None:
     """The slow reference: the same batches, written out with torch alone."""
-    run = replace(BASE, optim=Optim(0.1, momentum=0.9, weight_decay=1e-3, schedule=Linear()))
+    run = replace(BASE, optim=Optim(0.1, momentum=0.9, weight_decay=1e-3, schedule=Linear(), norm_rate=norm_rate))
     data = inputs(run)
     training = Training(run, data)
     twin = Training(run, data).parts.model
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3, foreach=False)
+    kinds = [[p for name, p in twin.named_parameters() if name.endswith(kind)] for kind in ("weight", "bias")]
+    groups = [{"params": kind} for kind in kinds]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3, foreach=False)
     for i in range(training.total_steps):
         training.step()
         epoch, place = divmod(i, training.steps_per_epoch)
         index = training.order[place]
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 - (epoch + place / training.steps_per_epoch) / 2)
+        for group, part in zip(optimizer.param_groups, (1.0, norm_rate), strict=True):
+            group["lr"] = part * 0.1 * (1 - (epoch + place / training.steps_per_epoch) / 2)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(twin(data.prepared[index]), data.train.labels[index]).backward()
         optimizer.step()
@@ -277,11 +281,23 @@ def test_the_binary_loss_is_that_of_mixed_targets(tmp_path: Path) -> None:
 
 
 def test_a_field_that_came_later_leaves_the_keys_of_older_runs_alone() -> None:
-    assert "loss" not in BASE.to_dict()
+    plain = BASE.to_dict()
+    assert "loss" not in plain
+    assert "norm_rate" not in plain["optim"]
     assert replace(BASE, loss="cross_entropy").key == BASE.key
-    other = replace(BASE, loss="binary")
-    assert other.key != BASE.key
-    assert Run.from_dict(other.to_dict()) == other
+    for other in (replace(BASE, loss="binary"), replace(BASE, optim=replace(BASE.optim, norm_rate=0.1))):
+        assert other.key != BASE.key
+        assert Run.from_dict(other.to_dict()) == other
+
+
+def test_gains_of_mean_shift_rejection_learn_at_the_rate_of_norms() -> None:
+    run = RUNS["msr"]
+    parts = Training(run, inputs(run)).parts
+    rates = {id(p): group["lr"] for group in parts.optimizer.param_groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in parts.model.named_parameters()}
+    assert {name for name, lr in found.items() if lr == pytest.approx(0.01)} == {
+        name for name in found if name.endswith((".g", "bias"))
+    }
 
 
 def test_an_unknown_method_is_refused_by_name(tmp_path: Path) -> None:

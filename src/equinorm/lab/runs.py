@@ -71,6 +71,7 @@ class Optim:
     decay_norms: bool = True  # whether gains, offsets and biases decay too
     schedule: Schedule = field(default_factory=Linear)
     name: str = "sgd"  # or "adam"
+    norm_rate: float = field(default=1.0, metadata=LATER)  # of gains, offsets and biases, over that of the weights
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -241,20 +241,28 @@ def symmetry_of(run: Run, model: nn.Module, example: Tensor, options: dict[str, 
 
 
 def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.Optimizer:
-    """The optimizer over parameter groups: what decays, what does not, and the coefficients of implicit ENorm."""
+    """The optimizer over parameter groups: what decays, what does not, what is slower than the rest (`part`: its
+    learning rate over the run's), and the coefficients of implicit ENorm."""
     spec, device = run.optim, next(model.parameters()).device
     decay = 0.0 if penalty is not None else spec.weight_decay  # implicit ENorm's penalty takes its place
     groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": decay}]
     if any(True for _ in scaled_kernels(model)):
         groups = parameter_groups(model, decay)
     elif not spec.decay_norms:
-        kinds = [[p for p in model.parameters() if (p.ndim > 1) == weight] for weight in (True, False)]
-        groups = [{"params": kinds[0], "weight_decay": decay}, {"params": kinds[1], "weight_decay": 0.0}]
+        weights, norms = by_kind(model.parameters())
+        groups = [{"params": weights, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
+    if spec.norm_rate != 1:
+        groups = [
+            {**group, "params": kind, "part": part}
+            for group in groups
+            for kind, part in zip(by_kind(group["params"]), (1.0, spec.norm_rate), strict=True)
+        ]
     if penalty is not None:
         groups.append({"params": list(penalty.parameters()), "weight_decay": 0.0})
     on_gpu = device.type == "cuda"
     for group in groups:
-        group["lr"] = torch.tensor(spec.lr, device=device) if on_gpu else spec.lr
+        rate = group.get("part", 1.0) * spec.lr
+        group["lr"] = torch.tensor(rate, device=device) if on_gpu else rate
     momentum = spec.schedule.at(0.0, run.epochs, spec.lr, spec.momentum)[1]
     kind: dict[str, Any] = {"fused": True} if on_gpu else {"foreach": True}
     filled = [group for group in groups if group["params"]]
@@ -263,6 +271,14 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
     if spec.name != "sgd":
         raise ValueError(f"unknown optimizer {spec.name!r}; there are sgd and adam")
     return torch.optim.SGD(filled, lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind)
+
+
+def by_kind(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Weights, and what has one number for each output: gains, offsets and biases, e^g of mean shift rejection too."""
+    kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for parameter in parameters:
+        kinds[parameter.numel() == (len(parameter) if parameter.ndim else 1)].append(parameter)
+    return kinds
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -459,7 +475,7 @@ class Training:
             if self.captured:
                 rate = self.rates.index_select(0, self.cursor)[0]
                 for group in parts.optimizer.param_groups:
-                    group["lr"].copy_(rate)
+                    group["lr"].copy_(rate * group["part"] if "part" in group else rate)
             parts.optimizer.step()
         with torch.no_grad():
             self.sums[0] += loss.detach().sum()
@@ -567,10 +583,11 @@ class Training:
 
     def _set_rate(self, lr: float) -> None:
         for group in self.parts.optimizer.param_groups:
+            rate = group.get("part", 1.0) * lr
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = lr
+                group["lr"] = rate
 
     def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """A graph whose random numbers come from this run's own generator, whatever runs beside it."""
