@@ -449,8 +449,10 @@ def test_matrix_products_are_ordinary_outputs(monkeypatch: Any) -> None:
         assert_close(actual, expected, 1e-6)
 
 
-@pytest.mark.parametrize("options", gpu_tests.OPTIONS)
-@pytest.mark.parametrize("case", ["strided", "1d", "grouped"])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [*(("strided", each) for each in gpu_tests.OPTIONS), ("1d", "no affine"), ("grouped", "whole batch")],
+)
 def test_the_comparison_that_is_made_on_a_gpu(case: str, options: str, monkeypatch: Any) -> None:
     """Its test once moved the statistics of one twin twice, which no test on a CPU could tell."""
     monkeypatch.setattr(gpu_tests, "DEVICE", "cpu")

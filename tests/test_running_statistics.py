@@ -196,3 +196,14 @@ def test_averaged_and_compiled_models() -> None:
     model = net("EquiNorm")
     assert update_statistics_(torch.compile(model), images([3])) == ("0", "2", "5")  # type: ignore[arg-type]
     torch.testing.assert_close(statistics(averaged.module), statistics(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NETS)
+def test_on_a_gpu_too_where_batches_are_brought(name: str) -> None:
+    """In single precision, in which EquiNorm has kernels of its own."""
+    here, there = net(name).float(), net(name).float().cuda()
+    batches = [batch.float() for batch in images([5, 3, 4])]
+    assert update_statistics_(there, batches) == update_statistics_(here, batches)
+    for key, value in statistics(there).items():
+        torch.testing.assert_close(value.cpu(), statistics(here)[key], rtol=1e-3, atol=1e-4, msg=key)
