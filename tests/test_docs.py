@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from equinorm.lab.recipes import defazio2018, ruff2020
+from equinorm.lab.store import Store
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,3 +54,75 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+# -- tables whose numbers no command prints ----------------------------------------------------------------------------
+
+
+def rows_of(page: str, head: str) -> list[list[str]]:
+    """The cells of the table that begins with `head`, without its two first lines."""
+    table = (ROOT / page).read_text(encoding="utf-8").partition(head)[2].partition("\n\n")[0]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def epochs_of(artifact: str, row: str) -> list[list[dict[str, Any]]]:
+    """The epochs of each run of a row, as they are in the committed logs."""
+    everything = [*ruff2020.artifacts(), *defazio2018.artifacts()]
+    cells = next(each.cells for each in everything if each.name == artifact)
+    store = Store(ROOT / "results")
+    records = [store.get(run) for cell in cells if cell.row == row for run in cell.runs]
+    assert records
+    return [list(record.epochs) for record in records if record is not None]
+
+
+def assert_printed(cell: str, values: Sequence[float]) -> None:
+    """The numbers in a cell are these values, rounded to the digits it has."""
+    numbers = re.findall(r"\d+(?:\.\d+)?", cell)
+    assert len(numbers) == len(values), cell
+    for number, value in zip(numbers, values, strict=True):
+        assert abs(float(number) - value) <= 0.5 * 10 ** -len(number.partition(".")[2]) + 1e-9, (cell, value)
+
+
+def mean_and_spread(values: Sequence[float]) -> list[float]:
+    return [statistics.mean(values), *([statistics.stdev(values)] if len(values) > 1 else [])]
+
+
+def test_ruff2020_at_full_length_is_what_the_logs_say() -> None:
+    rows = {label: cells for label, *cells in rows_of("docs/mean-shift-rejection.md", "| | n | test, paper ")}
+    assert len(rows) == len(ruff2020.ROWS)
+    for row in ruff2020.ROWS:
+        lr, z, noise = (float(number) for number in re.findall(r"[\d.]+", f"{row.name} 0 0")[:3])
+        label = (
+            "BatchNorm, lr 0.1"
+            if row.name == ruff2020.BN
+            else f"lr {lr:g}, z {z:g}" + f", noise {noise:g}" * (noise > 0)
+        )
+        n, paper, test, training, loss, *lengths = rows[label]
+        runs = epochs_of("ruff2020/table1", row.name)
+        ends = [epochs[-1] for epochs in runs]
+        assert int(n) == len(runs) == row.n
+        assert_printed(paper, (row.accuracy, row.spread))
+        assert_printed(test, mean_and_spread([end["test_accuracy"] for end in ends]))
+        assert_printed(training, [statistics.mean(end["train_accuracy"] for end in ends)])
+        assert_printed(loss, [statistics.mean(end["test_loss"] for end in ends)])
+        for length, epoch in zip(lengths, (100, 150, 200), strict=True):
+            assert_printed(length, [statistics.mean(epochs[epoch - 1]["filters"]["mean"] for epochs in runs)])
+
+
+def test_ruff2020_in_the_readme_is_what_the_logs_say() -> None:
+    names = (ruff2020.BN, ruff2020.BEST, ruff2020.Z98, ruff2020.SILENT, ruff2020.CZMI_NOISE, ruff2020.CZMI_04)
+    for (_, paper, test, n), name in zip(rows_of("README.md", "| | paper (n = 8) | ours | n |"), names, strict=True):
+        runs = epochs_of("ruff2020/table1", name)
+        assert int(n) == len(runs)
+        assert_printed(paper, (ruff2020.PRINTED[name].accuracy, ruff2020.PRINTED[name].spread))
+        assert_printed(test, mean_and_spread([epochs[-1]["test_accuracy"] for epochs in runs]))
+
+
+def test_defazio2018_at_full_length_is_what_the_logs_say() -> None:
+    rows = rows_of("README.md", "| | paper, % | ours, % | test loss |")
+    for (_, _, accuracy, loss, soon), row in zip(rows, ("BN", "EquiNorm", defazio2018.QUARTER), strict=True):
+        (epochs,) = epochs_of("defazio2018/figure2", row)
+        assert_printed(accuracy, [epochs[-1]["test_accuracy"]])
+        assert_printed(loss, [epochs[-1]["test_loss"]])
+        first = [next(e["epoch"] for e in epochs if e["test_accuracy"] >= level) for level in (80, 90)]
+        assert [int(number) for number in soon.split(", ")] == first

@@ -300,6 +300,20 @@ def test_gains_of_mean_shift_rejection_learn_at_the_rate_of_norms() -> None:
     }
 
 
+def test_norms_decay_or_not() -> None:
+    for decay_norms, expected in ((True, 1e-3), (False, 0.0)):
+        run = replace(BASE, optim=replace(BASE.optim, decay_norms=decay_norms))
+        groups = Training(run, inputs(run)).parts.optimizer.param_groups
+        decays = {p.ndim: group["weight_decay"] for group in groups for p in group["params"]}
+        assert decays == {2: 1e-3, 1: expected}
+
+
+@pytest.mark.parametrize("optim", [Optim(0.01, momentum=0.9), Optim(0.01, norm_rate=0.1)])
+def test_path_sgd_refuses_what_it_has_not(optim: Optim, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="path_sgd has no momentum and one learning rate"):
+        train(replace(RUNS["path"], optim=optim), Store(tmp_path))
+
+
 def test_an_unknown_method_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown method 'magic'"):
         train(replace(BASE, method=Method("magic")), Store(tmp_path))

@@ -208,6 +208,8 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
     example = examples[:2]
     name, options = run.method.name, dict(run.method.options)
     if name == "path_sgd":
+        if run.optim.momentum or run.optim.norm_rate != 1:
+            raise ValueError("path_sgd has no momentum and one learning rate: momentum must be 0 and norm_rate 1")
         rate: Any = torch.tensor(run.optim.lr, device=device)
         return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
     symmetry = symmetry_of(run, model, example, options) if "enorm" in name else None

@@ -312,8 +312,8 @@ OPEN_CHOICES = Artifact(
     "each row. Twice the noise, random scaling, decay of the classifier and a stronger LUMA were added when the first "
     "six runs of table 1 were in, all of them below the paper, near 100 % on their training images and with filters "
     "that are longer than 1 at lr 0.4. A tenth of the learning rate for gains and biases was added when all of table 1 "
-    "was in: so has them the program of Zhang et al. (Fixup, which the paper cites), whose epochs, batch, momentum, "
-    "rates and annealing are those of the paper. Nothing was chosen by these runs.",
+    "was in: that is what they have in the program of Zhang et al. (Fixup, which the paper cites), whose epochs, "
+    "batch, momentum, annealing and learning rate for BatchNorm are the paper's. Nothing was chosen by these runs.",
     cells=tuple(Cell(name, DATA, (replace(run, epochs=VARIANT_EPOCHS, label=name),)) for name, run in VARIANTS.items()),
     shrink=toy_run,
 )
