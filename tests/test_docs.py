@@ -109,6 +109,15 @@ def test_ruff2020_at_full_length_is_what_the_logs_say() -> None:
             assert_printed(length, [statistics.mean(epochs[epoch - 1]["filters"]["mean"] for epochs in runs)])
 
 
+def test_what_ruff2020_leaves_open_is_what_the_logs_say() -> None:
+    rows = rows_of("docs/mean-shift-rejection.md", "| | test | training | test loss |")
+    assert [label for label, *_ in rows] == list(ruff2020.VARIANTS)
+    for label, *cells in rows:
+        end = epochs_of("ruff2020/variants", label)[0][-1]
+        for cell, metric in zip(cells, ("test_accuracy", "train_accuracy", "test_loss"), strict=True):
+            assert_printed(cell, [end[metric]])
+
+
 def test_ruff2020_in_the_readme_is_what_the_logs_say() -> None:
     names = (ruff2020.BN, ruff2020.BEST, ruff2020.Z98, ruff2020.SILENT, ruff2020.CZMI_NOISE, ruff2020.CZMI_04)
     for (_, paper, test, n), name in zip(rows_of("README.md", "| | paper (n = 8) | ours | n |"), names, strict=True):

@@ -67,7 +67,7 @@ class Artifact:
 
     name: str  # "stock2019/figure4"
     title: str
-    says: str  # what the paper reports, in our words
+    says: str  # what the paper reports, in our words; of our own tries, nothing
     protocol: str  # what the paper did, what it leaves open, and what we chose there
     cells: tuple[Cell, ...] = ()
     claims: tuple[Claim, ...] = ()

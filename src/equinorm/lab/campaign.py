@@ -258,7 +258,7 @@ def _kinds(run: Run) -> Iterator[tuple[Any, ...]]:
     """What makes two runs equally fast: first the same in all, then the same network and batch."""
     same = (run.model.name, run.batch, run.precision)
     options = run.model.options
-    yield (*same, options.get("hidden"), options.get("norm"), run.method.name, run.data.mixup > 0)
+    yield (*same, *map(options.get, ("hidden", "bias", "norm")), run.method.name, run.data.mixup > 0)
     yield (*same, options.get("norm"), run.method.name)
     yield same
 

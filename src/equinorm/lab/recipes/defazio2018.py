@@ -191,7 +191,7 @@ VARIANTS: dict[str, tuple[Variant, tuple[str, ...]]] = {
 OPEN_CHOICES = Artifact(
     name="defazio2018/variants",
     title="What figure 3 leaves open, one thing at a time (ours)",
-    says="Nothing: these are our own tries.",
+    says="",
     protocol=f"{FIGURE_3.protocol}\nHere: one choice changed in each row, in one of them two, n = 1. The binary loss "
     "has a ninth of the gradient as long as all classes are equally likely. Added after the first 7 runs of figure 3 "
     "had been seen: BN and GN were unstable in their first steps there, and one run of BN diverged. Nesterov's "

@@ -133,7 +133,8 @@ def section(result: Result, links: Links) -> str:
     toy = "TOY " if result.toy else ""
     parts = [f'<a id="{name}"></a>\n\n### {toy}{artifact.name}: {_escape(artifact.title)}']
     parts.append(f"{MARKS[result.verdict]} **{capital(wording.counts(result))}.**".strip())
-    parts.append(f"The paper: {_escape(artifact.says)}")
+    if artifact.says:
+        parts.append(f"The paper: {_escape(artifact.says)}")
     parts.append(_folded("Protocol", _escape(artifact.protocol)))
     figure = links.figure(result)
     if figure is not None:

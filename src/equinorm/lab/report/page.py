@@ -161,7 +161,7 @@ def _section(result: Result, links: Links, drawing: str | None) -> str:
         f"{'' if result.was_run else ' class=waiting'}>",
         f"<h3>{toy}{escape(artifact.name)}: {escape(artifact.title)}</h3>",
         f'<p class="{slug_of(verdict)}"><b>{escape(head)}</b></p>',
-        f"<p>The paper: {_text(artifact.says)}</p>",
+        f"<p>The paper: {_text(artifact.says)}</p>" if artifact.says else "",
         f'<details><summary>Protocol</summary><div class="protocol">{_text(artifact.protocol)}</div></details>',
     ]
     if drawing is not None:
