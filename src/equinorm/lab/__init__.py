@@ -20,4 +20,13 @@ def meant(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-__all__ = ["UserError", "meant"]
+def counted(n: int, what: str) -> str:
+    """So many of something, in words.
+
+    >>> counted(1, "run"), counted(3, "run")
+    ('1 run', '3 runs')
+    """
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+__all__ = ["UserError", "counted", "meant"]

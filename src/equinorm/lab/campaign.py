@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from . import UserError, meant
+from . import UserError, counted, meant
 from .artifacts import Artifact, all_artifacts
 from .files import write_text
 from .recipes import ruff2020, stock2019
@@ -385,7 +385,9 @@ class Sitting:
 
     def sentence(self) -> str:
         diverged = sum(record.status == "diverged" for record in self.trained)
-        parts = [f"{len(self.trained)} runs trained" + (f", {diverged} of them diverged" if diverged else "")]
+        parts = [
+            f"{counted(len(self.trained), 'run')} trained" + (f", {diverged} of them diverged" if diverged else "")
+        ]
         if self.unfinished:
             parts.append(f"{len(self.unfinished)} in progress or not begun: the same command goes on")
         missing = len({run.key for s in self.left for run in s.missing})
@@ -432,7 +434,7 @@ def work(
         if not todo or gone >= 60 * minutes:
             return done
         share = sum(speeds(run).of(min(width, len(todo))) for run in todo) / 60
-        say(f"{len(todo)} runs of {', '.join(_of(found, todo))}: about {share:.1f} minutes")
+        say(f"{counted(len(todo), 'run')} of {', '.join(_of(found, todo))}: about {share:.1f} minutes")
         one = train(
             todo, store, data_dir=data_dir, device=device, side_by_side=side_by_side, minutes=minutes - gone / 60
         )

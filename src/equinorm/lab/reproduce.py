@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import UserError, meant
+from . import UserError, counted, meant
 from .artifacts import PAPERS, Artifact, all_artifacts
 from .launchers import Launcher, Options, launch
 from .runs import Run
@@ -28,9 +28,11 @@ class Reproduced:
     def sentence(self) -> str:
         outcome = self.outcome
         diverged = sum(record.status == "diverged" for record in outcome.trained)
-        parts = [f"{len(outcome.trained)} runs trained" + (f", {diverged} of them diverged" if diverged else "")]
+        parts = [
+            f"{counted(len(outcome.trained), 'run')} trained" + (f", {diverged} of them diverged" if diverged else "")
+        ]
         parts += [f"{outcome.known} were in the store"] if outcome.known else []
-        parts += [f"{len(self.computed)} artifacts computed"] if self.computed else []
+        parts += [f"{counted(len(self.computed), 'artifact')} computed"] if self.computed else []
         parts += [f"{len(outcome.elsewhere)} left to another process"] if outcome.elsewhere else []
         parts += [f"{len(outcome.unfinished)} unfinished: the same command goes on"] if outcome.unfinished else []
         return "; ".join(parts) + "."

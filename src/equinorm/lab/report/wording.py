@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .. import counted
 from ..store import Record
 from .results import Chosen, Gain, Gains, Number, Result, Verdict, gains, time_of
 
@@ -356,4 +357,4 @@ def _several(texts: Iterable[str]) -> str:
     found = Counter(text for text in texts if text)
     if len(found) < 2:
         return "".join(found)
-    return ", ".join(f"{text} ({count} runs)" for text, count in found.most_common())
+    return ", ".join(f"{text} ({counted(count, 'run')})" for text, count in found.most_common())
