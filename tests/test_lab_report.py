@@ -731,6 +731,14 @@ def test_one_artifact(tmp_path: Path) -> None:
     assert not (tmp_path / "README.md").exists()
 
 
+def test_nothing_is_put_into_the_papers_mouth(tmp_path: Path) -> None:
+    theirs = table_artifact()
+    fill(Store(tmp_path), [theirs])
+    for artifact, times in ((theirs, 1), (replace(theirs, says=""), 0)):
+        made = report.write(Store(tmp_path), tmp_path, [artifact])
+        assert [path.read_text().count("The paper: ") for path in (made.readme, made.page)] == [times, times]
+
+
 def test_toy_results_cannot_be_mistaken(tmp_path: Path) -> None:
     artifacts = [lines_artifact(), table_artifact(), computed_artifact()]
     store = Store(tmp_path / "toy")
