@@ -173,6 +173,8 @@ def test_estimates_come_from_runs_of_the_same_kind() -> None:
     assert Speeds(guessed)(FC) == Speeds()(FC)
     uneven = [replace(record, final={k: v for k, v in record.final.items() if k != "pace"}) for record in records]
     assert Speeds(uneven)(FC) == Speeds()(FC)
+    biased = replace(FC, model=replace(FC.model, options={**FC.model.options, "bias": True}), seed=9)
+    assert Speeds([*records, record_of(biased, seconds=1e4)])(FC) == speeds(FC)  # biases may be slower
     lost = [replace(record, status="diverged") for record in records]
     assert Speeds(lost)(FC) == Speeds()(FC)
 

@@ -24,7 +24,9 @@ def test_every_recipe_runs_and_nothing_is_run_twice(folder: Path, capsys: pytest
     wanted = {run.key for artifact in chosen(["all"], toy=True) for run in artifact.runs()}
     assert {record.run.key for record in Store(folder).records()} == wanted
     assert main(["reproduce", *PAPERS, "--toy", "--results", str(folder)]) == 0
-    assert f"0 runs trained; {len(wanted)} were in the store." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"0 runs trained; {len(wanted)} were in the store." in said
+    assert f"`equinorm report --toy --results {folder}` writes" in said
 
 
 def test_a_report_on_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

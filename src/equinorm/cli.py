@@ -319,7 +319,8 @@ class Reproduce:
         print(done.sentence())
         if done.outcome.interrupted:
             raise KeyboardInterrupt
-        print(f"`equinorm report{' --toy' if self.toy else ''}` writes tables and figures from {store.folder}.")
+        flags = " --toy" * self.toy + (f" --results {store.folder}" if self.results else "")
+        print(f"`equinorm report{flags}` writes tables and figures from {store.folder}.")
 
 
 @dataclass(frozen=True)

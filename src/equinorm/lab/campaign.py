@@ -32,7 +32,7 @@ from .recipes import ruff2020, stock2019
 from .recipes.common import Chosen, choose, chosen_text, committed
 from .runs import Run
 from .store import Record, Store
-from .trainer import Outcome, chosen_device, load_checkpoint, train_all
+from .trainer import Outcome, chosen_device, in_words, load_checkpoint, train_all
 
 __all__ = [
     "CHOSEN",
@@ -385,10 +385,7 @@ class Sitting:
     waiting: list[Item] = field(default_factory=list)  # items whose settings are not decided yet
 
     def sentence(self) -> str:
-        diverged = sum(record.status == "diverged" for record in self.trained)
-        parts = [
-            f"{counted(len(self.trained), 'run')} trained" + (f", {diverged} of them diverged" if diverged else "")
-        ]
+        parts = [in_words(self.trained)]
         if self.unfinished:
             parts.append(f"{len(self.unfinished)} in progress or not begun: the same command goes on")
         missing = len({run.key for s in self.left for run in s.missing})

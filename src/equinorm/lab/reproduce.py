@@ -12,7 +12,7 @@ from .artifacts import PAPERS, Artifact, all_artifacts
 from .launchers import Launcher, Options, launch
 from .runs import Run
 from .store import Record, Store
-from .trainer import Outcome, about
+from .trainer import Outcome, about, in_words
 
 __all__ = ["Reproduced", "chosen", "reproduce", "single"]
 
@@ -27,10 +27,7 @@ class Reproduced:
 
     def sentence(self) -> str:
         outcome = self.outcome
-        diverged = sum(record.status == "diverged" for record in outcome.trained)
-        parts = [
-            f"{counted(len(outcome.trained), 'run')} trained" + (f", {diverged} of them diverged" if diverged else "")
-        ]
+        parts = [in_words(outcome.trained)]
         parts += [f"{outcome.known} were in the store"] if outcome.known else []
         parts += [f"{counted(len(self.computed), 'artifact')} computed"] if self.computed else []
         parts += [f"{len(outcome.elsewhere)} left to another process"] if outcome.elsewhere else []

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import UserError
+from . import UserError, counted
 from . import data as datasets
 from .data.folder import find_folder
 from .files import replacing
@@ -37,13 +37,19 @@ from .runs import Run
 from .store import Claim, Record, Store
 from .training import Inputs, Streamed, Training
 
-__all__ = ["Outcome", "about", "chosen_device", "train", "train_all"]
+__all__ = ["Outcome", "about", "chosen_device", "in_words", "train", "train_all"]
 
 AHEAD = 2  # epochs a run may be ahead of what the host has seen of it
 AGREE = 10  # steps after which processes that train together look whether to stop
 TURN = 16  # graphs of one run before it is the next one's turn (CUDA)
 GLANCE = 2e-4  # seconds between two looks at a device that has enough to do
 FULL = 0.5  # part of a device's memory that torch may hold when a run is started
+
+
+def in_words(trained: list[Record]) -> str:
+    """How many runs were trained, and how many of them diverged."""
+    diverged = sum(record.status == "diverged" for record in trained)
+    return f"{counted(len(trained), 'run')} trained" + (f", {diverged} of them diverged" if diverged else "")
 
 
 @dataclass

@@ -335,7 +335,7 @@ OPEN_CHOICES = Artifact(
 
 LONGER = {
     f"{BEST}, random scaling": scaled(AS_TABLE_1),
-    BEST.replace("noise 0.1", "noise 0.2"): rejection(0.4, 0.85, 0.2),
+    "CZMIG lr 0.4, zmg 0.85, noise 0.2": rejection(0.4, 0.85, 0.2),
 }
 
 AT_FULL_LENGTH = Artifact(

@@ -194,7 +194,7 @@ def counts(result: Result) -> str:
     )
     for name, good, bad in pairs:
         if good + bad:
-            parts.append(f"{good} of {good + bad} {name}{'s' * (good + bad != 1)}")
+            parts.append(f"{good} of {counted(good + bad, name)}")
     said = " and ".join(parts) + " reproduced" if parts else "measured; the paper prints no number to compare with"
     missing = result.wanted - len(result.records)
     return f"{said}; {missing} of {result.wanted} runs are missing" if missing else said
