@@ -65,12 +65,12 @@ def rows_of(page: str, head: str) -> list[list[str]]:
     return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
-def epochs_of(artifact: str, row: str) -> list[list[dict[str, Any]]]:
-    """The epochs of each run of a row, as they are in the committed logs."""
+def epochs_of(artifact: str, row: str, column: str = "") -> list[list[dict[str, Any]]]:
+    """The epochs of each run of a row (in one column, if it is named), as they are in the committed logs."""
     everything = [*ruff2020.artifacts(), *defazio2018.artifacts()]
     cells = next(each.cells for each in everything if each.name == artifact)
     store = Store(ROOT / "results")
-    records = [store.get(run) for cell in cells if cell.row == row for run in cell.runs]
+    records = [store.get(run) for cell in cells if cell.row == row and column in ("", cell.column) for run in cell.runs]
     assert records
     return [list(record.epochs) for record in records if record is not None]
 
@@ -127,6 +127,16 @@ def test_ruff2020_in_the_readme_is_what_the_logs_say() -> None:
         assert int(n) == len(runs)
         assert_printed(paper, (ruff2020.PRINTED[name].accuracy, ruff2020.PRINTED[name].spread))
         assert_printed(test, mean_and_spread([epochs[-1]["test_accuracy"] for epochs in runs]))
+
+
+def test_what_defazio2018_leaves_open_is_what_the_logs_say() -> None:
+    words = ("as in figure 3", "warm-up", "binary loss", "that loss", "alpha = 2", "no mixup")
+    for (label, *cells), word in zip(rows_of("README.md", "| 30 epochs | BatchNorm | EquiNorm |"), words, strict=True):
+        (name,) = (name for name in defazio2018.VARIANTS if word in name)
+        assert word in label
+        for cell, column in zip(cells, ("BN", "EquiNorm"), strict=True):
+            (epochs,) = epochs_of("defazio2018/variants", name, column)
+            assert_printed(cell, [epochs[-1]["test_accuracy"]])
 
 
 def test_defazio2018_at_full_length_is_what_the_logs_say() -> None:

@@ -78,7 +78,8 @@ def test_the_list_is_the_one_that_was_asked_for() -> None:
     without = seeds_by_cell("table2-128", "table2-32")
     assert {(column, n) for (_, column), n in without.items()} == {("128", 1), ("32", 1)}
     rates = seeds_by_cell("table3-rates")
-    assert rates == {(f"lr {lr}", row): n for lr, n in (("0.01", 1), ("0.05", 3)) for row in ("Baseline", "ENorm-1")}
+    rows = ("Baseline", "ENorm-1", "ENorm-1.2")
+    assert rates == {(f"lr {lr}", row): n for lr, n in (("0.01", 1), ("0.05", 3)) for row in rows}
     assert rates.items() <= seeds_by_cell("table3-variants").items()
     assert set(seeds_by_cell("table6-128")) == {("ENorm-Impl-1", "128"), ("ENorm-Impl-1.2", "128")}
     assert seeds_by_cell("defazio-figure3") == {

@@ -695,11 +695,19 @@ def test_the_page(written: report.Written) -> None:
 
 
 def test_panels_share_an_axis_unless_it_hides_what_they_show() -> None:
-    low, high = figures._common_limits([[90.0, 91.0], [91.0, 92.0], []])
-    assert low < 90 < 92 < high
-    assert figures._common_limits([[10.0, 11.0], [90.0, 91.0]]) is None
-    assert figures._common_limits([[90.0, 91.0], []]) is None
-    assert figures._common_limits([[90.0], [90.0]]) is None
+    first, second, empty = figures._common_limits([[90.0, 91.0], [91.0, 92.0], []])
+    assert first == second
+    assert empty is None
+    assert first is not None
+    assert first[0] < 90 < 92 < first[1]
+    near, far, near_too = figures._common_limits([[90.0, 93.5], [75.0, 88.0], [91.0, 93.0]])
+    assert near == near_too
+    assert near is not None
+    assert near[0] > 88
+    assert far is None
+    assert figures._common_limits([[10.0, 11.0], [90.0, 91.0]]) == [None, None]
+    assert figures._common_limits([[90.0, 91.0], []]) == [None, None]
+    assert figures._common_limits([[90.0], [90.0]]) == [None, None]
 
 
 def test_writing_again_changes_nothing(written: report.Written) -> None:

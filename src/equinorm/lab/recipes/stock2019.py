@@ -7,7 +7,7 @@ figures 6, 7 and 9) is computed in `stock2019_computed.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -574,29 +574,40 @@ def nv_table(number: int, momentum: float, implicit: bool, choices: Choices, sma
 
 
 NV_RATE_VARIANTS = _rates(0.01, 0.05)
-NV_VARIANTS: Variants = {
-    **NV_RATE_VARIANTS,
+NV_OTHER_VARIANTS: Variants = {
     "He initialization": partial(changed, init="he"),
     "biases": partial(changed, bias=True),
     "no BatchNorm behind the classifier": partial(changed, final_norm=None),
     "crops of images padded by 2": lambda run: replace(run, data=replace(run.data, padding=2)),
 }
+FASTER = "ENorm-1, lr 0.05"
 
 
 def nv_variants(choices: Choices) -> Artifact:
     """What the paper leaves open, and where the authors' program differs from it."""
-    rows = ("Baseline", "ENorm-1")
+    rows = ("Baseline", "ENorm-1", "ENorm-1.2")
+    starts = {row: nv_run(row, 128, MOMENTUM, choices[row].places[MOMENTUM]) for row in rows}
+    starts[FASTER] = changed(starts["ENorm-1"], lr=0.05)
+
+    def part(variants: Variants, columns: Sequence[str]) -> tuple[Cell, ...]:
+        return grid(
+            variants,
+            columns,
+            lambda variant, column: variants[variant](starts[column]),
+            n=lambda variant, _: 3 if variant == "lr 0.05" else 1,
+        )
+
     return Artifact(
         name="stock2019/variants-cifar-nv",
-        title="Baseline and ENorm-1 of table 3 at batch 128, one thing at a time (ours)",
+        title="Baseline and ENorm of table 3 at batch 128, one thing at a time (ours)",
         says="",
         protocol=f"{nv_protocol(_of(rows, choices), {})}\nHere: momentum, batch 128, one choice changed in each "
-        "row; n = 3 with lr 0.05, 1 elsewhere. Added after table 3 had been seen; nothing was chosen by these runs.",
-        cells=grid(
-            NV_VARIANTS,
-            rows,
-            lambda variant, row: NV_VARIANTS[variant](nv_run(row, 128, MOMENTUM, choices[row].places[MOMENTUM])),
-            n=lambda variant, row: 3 if variant == "lr 0.05" else 1,
+        "row; n = 3 with lr 0.05, 1 elsewhere. Added after table 3 had been seen. ENorm-1.2, and ENorm-1 at 0.05 with "
+        "the other changes, were added when all else here was in: at 0.05 ENorm-1 is ahead of the baseline, at 0.01, "
+        "which was chosen for it, behind. Nothing was chosen by these runs.",
+        cells=(
+            *part(NV_RATE_VARIANTS, rows),
+            *part(NV_OTHER_VARIANTS, ("Baseline", "ENorm-1", FASTER)),
         ),
         compares=False,
         shrink=toy_run,

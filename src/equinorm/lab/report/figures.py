@@ -390,8 +390,7 @@ def _dots(result: Result) -> Figure:
     made, panels = _panels(len(columns), 3.4, 0.9 + 0.3 * len(rows), sharey=True)
     chosen = looks(result.rows)
     values = [[v for n in shown if n.cell.column == column for v in _seen(n)] for column in columns]
-    limits = _common_limits(values)
-    for axes, column, own in zip(panels, columns, values, strict=True):
+    for axes, column, own, limits in zip(panels, columns, values, _common_limits(values), strict=True):
         for y, row in enumerate(rows):
             number = result.by_cell.get((row, column))
             if number is not None:
@@ -427,15 +426,18 @@ def _seen(number: Number) -> list[float]:
     return [v for v in found if v is not None and math.isfinite(v)]
 
 
-def _common_limits(panels: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """One axis for all panels, so that they can be compared; None where it would flatten what most of them show."""
-    filled = [values for values in panels if values]
-    if len(filled) < 2:
-        return None
-    low, high = min(map(min, filled)), max(map(max, filled))
-    typical = statistics.median(max(values) - min(values) for values in filled)
-    room = 0.1 * (high - low)
-    return (low - room, high + room) if 0 < high - low <= 4 * typical else None
+def _common_limits(panels: Sequence[Sequence[float]]) -> list[tuple[float, float] | None]:
+    """One axis for all panels, so that they can be compared; None for those with which it would flatten the others."""
+    kept = [i for i, values in enumerate(panels) if values]
+    while len(kept) > 1:
+        low, high = min(min(panels[i]) for i in kept), max(max(panels[i]) for i in kept)
+        if 0 < high - low <= 4 * statistics.median(max(panels[i]) - min(panels[i]) for i in kept):
+            room = 0.1 * (high - low)
+            return [(low - room, high + room) if i in kept else None for i in range(len(panels))]
+        middles = {i: (max(panels[i]) + min(panels[i])) / 2 for i in kept}
+        centre = statistics.median(middles.values())
+        kept.remove(max(kept, key=lambda i: abs(middles[i] - centre)))
+    return [None] * len(panels)
 
 
 def _one_dot(axes: Any, y: int, number: Number, look: Look) -> None:

@@ -49,11 +49,16 @@ SETTINGS = (
     Setting("CIFAR-NV, batch 8, momentum (ENorm: c = 1)", "stock2019/table3", _column("8", _TABLE_3)),
     Setting("the same, batch 32", "stock2019/table3", _column("32", _TABLE_3)),
     Setting("the same, batch 128", "stock2019/table3", _column("128", _TABLE_3)),
-    Setting("WRN-20-96, 30 epochs, manifold mixup", "defazio2018/figure3", _column("CIFAR-10", _WRN)),
+    Setting("WRN-20-96, 30 epochs, mixup with alpha = 6", "defazio2018/figure3", _column("CIFAR-10", _WRN)),
     Setting(
         "the same, after one epoch of warm-up",
         "defazio2018/variants",
         {method: (defazio2018.WARM_UP, column) for method, column in _WRN.items()},
+    ),
+    Setting(
+        "the same without warm-up, alpha = 2",
+        "defazio2018/variants-mixup",
+        {BATCH_NORM: (defazio2018.LESS_MIXED, "BN"), "EquiNorm": (defazio2018.LESS_MIXED, "EquiNorm")},
     ),
     Setting(
         "the same, 300 epochs, no mixup (EquiNorm: a quarter of the batch)",
