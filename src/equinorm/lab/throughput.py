@@ -21,8 +21,11 @@ _CROPPED = Data("cifar10", padding=4, flip=True)
 _BENT = Optim(0.1, momentum=0.9, weight_decay=1e-4, schedule=Constant())
 
 
-def _fc(norm: str, method: Method | None = None) -> Run:
-    model = Model("fc", {"hidden": 19, "norm": norm, "init": "he", "bias": False})
+_ENORM = Method("enorm", {"c": 1.2})
+
+
+def _fc(norm: str, method: Method | None = None, **options: object) -> Run:
+    model = Model("fc", {"hidden": 19, "norm": norm, "init": "he", "bias": False, **options})
     return Run(Data("cifar10"), model, method or Method(), replace(_BENT, momentum=0.0), epochs=60, batch=256)
 
 
@@ -34,14 +37,19 @@ def _conv(name: str, norm: str, method: Method | None = None, **options: object)
 CASES: dict[str, Run] = {
     "FC-19": _fc("none"),
     "FC-19, BN": _fc("batchnorm"),
-    "FC-19, ENorm-1.2": _fc("none", Method("enorm", {"c": 1.2})),
+    "FC-19, GN": _fc("groupnorm", norm_options={"groups": 10}),
+    "FC-19, ENorm-1.2": _fc("none", _ENORM),
+    "FC-19, ENorm-1.2 + BN": _fc("batchnorm", _ENORM),
     "CIFAR-NV": _conv("cifar_nv", "none"),
     "CIFAR-NV, BN": _conv("cifar_nv", "batchnorm"),
+    "CIFAR-NV, GN": _conv("cifar_nv", "groupnorm", norm_options={"groups": 16}),
+    "CIFAR-NV, ENorm-1.2": _conv("cifar_nv", "none", _ENORM),
     "ResNet-110": _conv("resnet110", "none"),
     "ResNet-110, BN": _conv("resnet110", "batchnorm"),
     "ResNet-110, MSR": _conv("resnet110", "msr", Method("msr"), noise=0.1),
     "WRN-20-96": _conv("wrn_20_96", "none"),
     "WRN-20-96, BN": _conv("wrn_20_96", "batchnorm"),
+    "WRN-20-96, GN": _conv("wrn_20_96", "groupnorm"),
     "WRN-20-96, EquiNorm": _conv("wrn_20_96", "equinorm"),
 }
 

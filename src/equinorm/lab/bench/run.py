@@ -165,8 +165,9 @@ def _lab(bench: _Bench) -> None:
 def _speeds(found: list[throughput.Speed]) -> Table:
     title = "Time per run, several runs side by side (median; spread of the middle half)"
     shown = Table(title=title, title_justify="left")
-    for head in ("run", "side by side", "ms per step", "s per epoch", "s for all epochs", "s to set up"):
-        shown.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
+    shown.add_column("run")
+    for head in ("at once", "ms a step", "s an epoch", "s in all", "set-up, s"):
+        shown.add_column(head, justify="right", no_wrap=True)
     for speed in found:
         step = f"{speed.step:.3f} ({speed.spread:.3f})"
         numbers = (str(speed.side_by_side), step, f"{speed.epoch:.2f}", f"{speed.whole:.1f}", f"{speed.set_up:.2f}")

@@ -137,6 +137,7 @@ _VARIANTS = {
     "GN": "GroupNorm",
     "ENorm": "ENorm",
     "ENorm-1.2": "ENorm",
+    "ENorm-1.2 + BN": "ENorm + BN",
     "EquiNorm": "EquiNorm",
     "MSR": "MSR",
 }
