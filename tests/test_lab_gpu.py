@@ -33,10 +33,14 @@ RUNS = {
     "implicit": replace(FC, method=Method("implicit_enorm")),
     "path": replace(FC, method=Method("path_sgd"), optim=Optim(0.005)),
     "adam": replace(FC, method=Method("enorm"), optim=Optim(0.001, schedule=Linear(hold=0.5), name="adam")),
-    "batchnorm": CONV,
+    "batchnorm": replace(CONV, record=("fresh_statistics",)),
     "mixup": replace(CONV, data=replace(CONV.data, mixup=2.0, manifold=True)),
     "binary loss": replace(CONV, data=replace(CONV.data, mixup=2.0, manifold=True), loss="binary"),
-    "equinorm": replace(CONV, model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "equinorm"})),
+    "equinorm": replace(
+        CONV,
+        model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "equinorm"}),
+        record=("fresh_statistics",),
+    ),
     "activation first": replace(CONV, model=Model("resnet_cifar", {"depth": 8, "width": 8, "preact": True})),
     "msr": replace(
         CONV,

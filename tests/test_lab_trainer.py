@@ -52,6 +52,7 @@ RUNS = {
         model=Model("resnet_cifar", {"depth": 8, "width": 4, "norm": "equinorm"}),
         optim=Optim(0.1, momentum=0.9, schedule=SuperConvergence()),
         loss="binary",
+        record=("fresh_statistics",),
     ),
 }
 
@@ -288,6 +289,35 @@ def test_a_field_that_came_later_leaves_the_keys_of_older_runs_alone() -> None:
     for other in (replace(BASE, loss="binary"), replace(BASE, optim=replace(BASE.optim, norm_rate=0.1))):
         assert other.key != BASE.key
         assert Run.from_dict(other.to_dict()) == other
+
+
+@pytest.mark.parametrize("norm", ["batchnorm", "equinorm"])
+def test_fresh_statistics_mend_those_that_training_left(norm: str) -> None:
+    """Running statistics that hardly move from where they began serve no evaluation; the weights are good."""
+    options = {"depth": 8, "width": 8, "norm": norm, "norm_options": {"momentum": 1e-4}}
+    images = Data("digits", {"size": 12, "channels": 3}, inputs="unit")
+    run = replace(BASE, data=images, model=Model("resnet_cifar", options), epochs=3)
+    without = drive(Training(run, inputs(run)))
+    run = replace(run, record=("fresh_statistics",))
+    training = drive(Training(run, inputs(run)))
+    fresh = training.log[-1].pop("fresh_statistics")
+    assert training.log == without.log  # in the last epoch only, and nothing else has changed
+    for name, tensor in training.parts.model.state_dict().items():
+        assert torch.equal(tensor, without.parts.model.state_dict()[name]), name
+    assert fresh["test_accuracy"] > 80 > training.log[-1]["test_accuracy"]
+    assert fresh["test_loss"] < training.log[-1]["test_loss"]
+
+
+def test_fresh_statistics_of_a_network_without_any_change_nothing() -> None:
+    run = replace(BASE, record=("fresh_statistics",))
+    last = drive(Training(run, inputs(run))).log[-1]
+    assert last["fresh_statistics"] == {name: pytest.approx(last[name]) for name in ("test_loss", "test_accuracy")}
+
+
+def test_what_cannot_be_recorded_is_refused_by_name() -> None:
+    run = replace(BASE, record=("filters", "colour"))
+    with pytest.raises(ValueError, match="record can hold filters, energy, fresh_statistics, got 'colour'"):
+        Training(run, inputs(run))
 
 
 def test_gains_of_mean_shift_rejection_learn_at_the_rate_of_norms() -> None:

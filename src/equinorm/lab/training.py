@@ -10,6 +10,7 @@ from step to step is read from tables on the device, filled once per epoch; the 
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
 from ..diagnostics import filter_norms, layer_energy
 from ..meanshift import parameter_groups, scaled_kernels
+from ..running_statistics import update_statistics_
 from . import models
 from .data import DataSet, augment, draw_lambda, mixed_loss
 from .data.folder import SIZE, ImageFolder, stream
@@ -39,6 +41,7 @@ __all__ = ["LOSSES", "Inputs", "Streamed", "Training", "precision"]
 TEST_BATCH = 2000
 AT_ONCE = 8  # steps in one graph at most
 PROBES = 4  # graphs from which the pace of a run is taken
+FRESH = 50  # batches from which statistics are taken anew
 FEW = 32  # images: kernels of such batches are small, and go first where others fill the device
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
@@ -308,6 +311,11 @@ class Training:
             raise ValueError(f"batch {run.batch} is larger than the training set of {len(inputs)} images")
         if run.loss not in LOSSES:
             raise ValueError(f"loss must be {' or '.join(LOSSES)}, got {run.loss!r}")
+        for name in run.record:
+            if name not in RECORDED:
+                raise ValueError(f"record can hold {', '.join(RECORDED)}, got {name!r}")
+        if "fresh_statistics" in run.record and inputs.streamed:
+            raise ValueError("fresh_statistics can be recorded where images are in memory, not where they are streamed")
         self._loss = LOSSES[run.loss]
         self.run, self.inputs, self.device, self.rank, self.world = run, inputs, inputs.device, rank, world
         self.steps_per_epoch = math.ceil(len(inputs) / run.batch)  # the last batch is filled up from the first images
@@ -492,16 +500,33 @@ class Training:
         index = self.order.index_select(0, self.cursor).view(-1)
         return self.inputs.batch(index if self.world == 1 else index.chunk(self.world)[self.rank])
 
-    @torch.no_grad()
     def _evaluate(self) -> None:
-        model = self.parts.model
+        self.tested.copy_(self._test(self.parts.model))
+
+    @torch.no_grad()
+    def _test(self, model: nn.Module) -> Tensor:
+        """The sum of the losses of all test images, and how many are right."""
         model.eval()
-        self.tested.zero_()
+        found = torch.zeros_like(self.tested)
         for x, y in self.inputs.tests():
             logits = model(x).float()
             loss = F.cross_entropy(logits, y, reduction="sum")
-            self.tested += torch.stack([loss, (logits.argmax(1) == y).float().sum()])
+            found += torch.stack([loss, (logits.argmax(1) == y).float().sum()])
         model.train()
+        return found
+
+    def _test_anew(self) -> dict[str, Tensor]:
+        """Loss and accuracy with running statistics taken anew, of training images that are augmented and not mixed."""
+        model, inputs = copy.deepcopy(self.parts.model), self.inputs
+        assert isinstance(inputs, Inputs)
+        self._generator.manual_seed(mixed_seed(self.run.seed, 4))
+        with (
+            precision(self.run.precision, self.device),
+            self._seeded(),
+        ):  # fused kernels would pass by the layers' hooks
+            update_statistics_(model, (inputs.batch(index) for index in self.order[:FRESH]))
+            loss, right = self._test(model) / inputs.test_size
+        return {"test_loss": loss, "test_accuracy": 100 * right}
 
     def _report(self) -> None:
         """Send the metrics of the epoch that has ended on their way to the host, without waiting for them."""
@@ -510,6 +535,8 @@ class Training:
             torch.distributed.all_reduce(numbers[:2])
             numbers[:2] /= self.world
         extras = record(self.run, self.parts.model)
+        if "fresh_statistics" in self.run.record and self.finished:
+            extras["fresh_statistics"] = self._test_anew()
         event = None
         if self.captured:
             numbers, extras = _sent(numbers), {name: _each(values, _sent) for name, values in extras.items()}
@@ -578,10 +605,16 @@ class Training:
             return
         if lr is not None:
             self._set_rate(lr)
-        own = [self.device.index or 0] if self.device.type == "cuda" else []
-        with self._context(), torch.random.fork_rng(devices=own):
-            torch.manual_seed(self._generator.initial_seed())
+        with self._context(), self._seeded():
             body()
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Let random functions begin where this run's generator was told to, and have no part in what follows."""
+        own = [self.device.index or 0] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=own):
+            torch.manual_seed(self._generator.initial_seed())
+            yield
 
     def _set_rate(self, lr: float) -> None:
         for group in self.parts.optimizer.param_groups:
@@ -708,6 +741,7 @@ def _default_generator(own: torch.Generator) -> Iterator[None]:
 
 # -- what is measured besides loss and accuracy ------------------------------------------------------------------------
 
+RECORDED = ("filters", "energy", "fresh_statistics")
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 DEFLATED = 0.1  # of the largest filter of its layer
 

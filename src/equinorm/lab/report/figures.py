@@ -405,7 +405,7 @@ def _dots(result: Result) -> Figure:
             axes.set_xlim(middle - reach, middle + reach)
         if len(result.columns) > 1:
             axes.set_title(f"{result.artifact.x_label} {column}".strip(), loc="left", fontsize=9.5)
-        axes.set_xlabel(_axis_name(result) or column, fontsize=9)
+        axes.set_xlabel(textwrap.fill(_axis_name(result) or column, 24), fontsize=9)
         if axes.get_xscale() == "linear":
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: value(x, "")))  # 11,000,000, not 1.1 and 1e7
             axes.xaxis.set_major_locator(MaxNLocator(5))

@@ -57,8 +57,8 @@ SETTINGS = (
     ),
     Setting(
         "the same without warm-up, alpha = 2",
-        "defazio2018/variants-mixup",
-        {BATCH_NORM: (defazio2018.LESS_MIXED, "BN"), "EquiNorm": (defazio2018.LESS_MIXED, "EquiNorm")},
+        "defazio2018/variants",
+        {BATCH_NORM: (defazio2018.ALPHA_2, "BN"), "EquiNorm": (defazio2018.ALPHA_2, "EquiNorm")},
     ),
     Setting(
         "the same, 300 epochs, no mixup (EquiNorm: a quarter of the batch)",
