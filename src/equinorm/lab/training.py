@@ -520,10 +520,7 @@ class Training:
         model, inputs = copy.deepcopy(self.parts.model), self.inputs
         assert isinstance(inputs, Inputs)
         self._generator.manual_seed(mixed_seed(self.run.seed, 4))
-        with (
-            precision(self.run.precision, self.device),
-            self._seeded(),
-        ):  # fused kernels would pass by the layers' hooks
+        with precision(self.run.precision, self.device), self._seeded():  # not fused: that would pass by hooks
             update_statistics_(model, (inputs.batch(index) for index in self.order[:FRESH]))
             loss, right = self._test(model) / inputs.test_size
         return {"test_loss": loss, "test_accuracy": 100 * right}
