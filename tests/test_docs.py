@@ -120,6 +120,15 @@ def test_what_ruff2020_leaves_open_is_what_the_logs_say() -> None:
             assert_printed(cell, [statistics.mean(end[metric] for end in ends)])
 
 
+def test_steps_of_ruff2020_are_limited_where_the_docs_say() -> None:
+    """One of two seeds does its first epoch as without a limit, and no more than that; the other not even that."""
+    without, limited = (epochs_of("ruff2020/variants", row) for row in (ruff2020.UNCHANGED, ruff2020.LIMITED))
+    pairs = (zip(a, b, strict=True) for a, b in zip(without, limited, strict=True))
+    same = [[a["train_loss"] == b["train_loss"] for a, b in pair] for pair in pairs]
+    assert [sum(epochs) for epochs in same] == [1, 0]
+    assert same[0][0]
+
+
 def test_ruff2020_in_the_readme_is_what_the_logs_say() -> None:
     names = (ruff2020.BN, ruff2020.BEST, ruff2020.Z98, ruff2020.SILENT, ruff2020.CZMI_NOISE, ruff2020.CZMI_04)
     for (_, paper, test, n), name in zip(rows_of("README.md", "| | paper (n = 8) | ours | n |"), names, strict=True):

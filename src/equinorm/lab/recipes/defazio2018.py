@@ -234,7 +234,7 @@ WITH_LESS: dict[str, tuple[Variant, tuple[str, ...], int]] = {  # and how many s
     f"{LESS}, normalized inputs": (chained(less_mixed, normalized), ("EquiNorm",), 1),
     NO_MIXUP: (unmixed, BOTH, 2),
 }
-RECORDED = replace(SHORT, record=("fresh_statistics",))
+TESTED_TWICE = replace(SHORT, record=("fresh_statistics",))
 
 LESS_MIXUP = Artifact(
     name="defazio2018/variants-mixup",
@@ -245,7 +245,7 @@ LESS_MIXUP = Artifact(
     "gained 1.4 points for each method; what had helped one of them most there is tried again with it. n = 3 with "
     "alpha = 2 alone, 2 with warm-up and without mixup, 1 elsewhere. Nothing was chosen by these runs.",
     cells=tuple(
-        Cell(name, row, seeds(replace(variant(normed(RECORDED, row)), label=name), n))
+        Cell(name, row, seeds(replace(variant(normed(TESTED_TWICE, row)), label=name), n))
         for name, (variant, rows, n) in WITH_LESS.items()
         for row in rows
     ),

@@ -324,7 +324,7 @@ OPEN_CHOICES = Artifact(
     "was in: that is what they have in the program of Zhang et al. (Fixup, which the paper cites), whose epochs, "
     "batch, momentum, annealing and learning rate for BatchNorm are the paper's. n = 1, but 2 for the rows "
     f"«{UNCHANGED}», «{LIMITED}» and «BatchNorm»: when every row had been run once, the second was half a point above "
-    "the first, although no step of its first epoch was limited. Nothing was chosen by these runs.",
+    "the first, although it did the same for a whole epoch. Nothing was chosen by these runs.",
     cells=tuple(
         Cell(name, DATA, seeds(replace(run, epochs=VARIANT_EPOCHS, label=name), 2 if name in REPEATED else 1))
         for name, run in VARIANTS.items()
