@@ -185,7 +185,7 @@ def unmixed(run: Run) -> Run:
     return replace(run, data=replace(run.data, mixup=0.0, manifold=False))
 
 
-WARM_UP, ALPHA_2, NO_MIXUP = "one epoch of warm-up", "mixup with alpha = 2, its example", "no mixup"
+WARM_UP, NO_MIXUP = "one epoch of warm-up", "no mixup"
 BOTH = ("BN", "EquiNorm")
 VARIANTS: dict[str, tuple[Variant, tuple[str, ...]]] = {
     "as in figure 3": (lambda run: run, (*BOTH, "GN")),
@@ -193,7 +193,7 @@ VARIANTS: dict[str, tuple[Variant, tuple[str, ...]]] = {
     WARM_UP: (warmed_up, (*BOTH, "GN")),
     "Nesterov's momentum, that program's default": (nesterov, BOTH),
     "that loss and that momentum": (binary_and_nesterov, BOTH),
-    ALPHA_2: (less_mixed, BOTH),
+    "mixup with alpha = 2, its example": (less_mixed, BOTH),
     "mixup at the input alone": (lambda run: replace(run, data=replace(run.data, manifold=False)), BOTH),
     "activation first": (partial(changed, preact=True), BOTH),
     NO_MIXUP: (unmixed, BOTH),

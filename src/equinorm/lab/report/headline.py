@@ -41,7 +41,8 @@ def _column(column: str, rows: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 _TABLE_3 = {NO_NORM: "Baseline", BATCH_NORM: "BN", "GroupNorm": "GN", "ENorm": "ENorm-1"}
 _FIGURE_4 = {**_TABLE_3, "ENorm": "ENorm-1.2", "ENorm + BN": "ENorm-1.2 + BN"}
 _REPRO = {NO_NORM: "Baseline", BATCH_NORM: "BN", "ENorm": "ENorm", "ENorm + BN": "ENorm + BN"}
-_WRN = {BATCH_NORM: "BN", "GroupNorm": "GN", "EquiNorm": "EquiNorm"}
+_BOTH = {BATCH_NORM: "BN", "EquiNorm": "EquiNorm"}
+_WRN = {**_BOTH, "GroupNorm": "GN"}
 SETTINGS = (
     Setting("MLP with 11 hidden layers, Xavier init (ENorm: c = 1.2)", "stock2019/figure4", _column("11", _FIGURE_4)),
     Setting("the same, 19 layers", "stock2019/figure4", _column("19", _FIGURE_4)),
@@ -49,6 +50,11 @@ SETTINGS = (
     Setting("CIFAR-NV, batch 8, momentum (ENorm: c = 1)", "stock2019/table3", _column("8", _TABLE_3)),
     Setting("the same, batch 32", "stock2019/table3", _column("32", _TABLE_3)),
     Setting("the same, batch 128", "stock2019/table3", _column("128", _TABLE_3)),
+    Setting(
+        "the same with lr 0.05, also for ENorm (tried when the line above was in)",
+        "stock2019/variants-cifar-nv",
+        {NO_NORM: ("lr 0.05", "Baseline"), "ENorm": ("lr 0.05", "ENorm-1")},
+    ),
     Setting("WRN-20-96, 30 epochs, mixup with alpha = 6", "defazio2018/figure3", _column("CIFAR-10", _WRN)),
     Setting(
         "the same, after one epoch of warm-up",
@@ -56,9 +62,14 @@ SETTINGS = (
         {method: (defazio2018.WARM_UP, column) for method, column in _WRN.items()},
     ),
     Setting(
-        "the same without warm-up, alpha = 2",
-        "defazio2018/variants",
-        {BATCH_NORM: (defazio2018.ALPHA_2, "BN"), "EquiNorm": (defazio2018.ALPHA_2, "EquiNorm")},
+        "the same, mixup with alpha = 2",
+        "defazio2018/variants-mixup",
+        {method: (defazio2018.LESS, column) for method, column in _BOTH.items()},
+    ),
+    Setting(
+        "the same, alpha = 2, after one epoch of warm-up",
+        "defazio2018/variants-mixup",
+        {method: (f"{defazio2018.LESS}, {defazio2018.WARM_UP}", column) for method, column in _BOTH.items()},
     ),
     Setting(
         "the same, 300 epochs, no mixup (EquiNorm: a quarter of the batch)",

@@ -60,6 +60,7 @@ MARKS: dict[Verdict, str] = {
 _DECIDED: tuple[Verdict, Verdict] = ("reproduced", "not reproduced")
 NONE = "\N{EN DASH}"
 _MINUS = "\N{MINUS SIGN}"
+_TOGETHER = "\N{NO-BREAK SPACE}"
 
 LEGEND = (
     "✓ reproduced: within the tolerance, which stands in brackets after the difference. ✗ not reproduced. ◐ in part. "
@@ -71,8 +72,8 @@ LEGEND = (
 HEADLINE = (
     "Test accuracy on CIFAR-10 in %, mean ± standard deviation or median and interquartile range (IQR), and what the "
     "paper prints, where it prints a number. The best of a line is bold; a difference is «within the spread» if it is "
-    "less than two standard errors. MSR is mean shift rejection. An empty cell: not in the paper. The last lines are "
-    "what a method costs: the time of a training step."
+    "less than two standard errors. MSR is mean shift rejection. An empty cell: not in the paper, and not tried. The "
+    "last lines are what a method costs: the time of a training step."
 )
 CHOICE = ("chosen for", "setting", "held-out accuracy", "next best", "candidates run")
 TOY = (
@@ -210,7 +211,7 @@ def headline(number: Number) -> tuple[str, str]:
         low, high = number.low_high
         ours, parts = value(number.value, number.artifact.unit), [f"IQR {value(high - low, '%')}", *parts]
     if number.cell.paper is not None:
-        parts.append(f"paper {number.cell.paper:.6g} {MARKS[number.verdict]}".strip())
+        parts.append(f"paper {number.cell.paper:.6g} {MARKS[number.verdict]}".strip().replace(" ", _TOGETHER))
     return ours, ", ".join(parts)
 
 
