@@ -234,13 +234,18 @@ class Interpreter:
 
     def frozen_result(self, static: bool = False) -> Any:
         """The present node's result with every element frozen, for the reason that this node made it."""
-        label = self.scales.fresh(1, self.now)
-        self.scales.freeze(label, self.now)
+        label = self.frozen_labels(())
 
         def result(leaf: Any) -> Any:
-            return activation(label.view(()).expand(leaf.shape), static=static) if isinstance(leaf, Tensor) else leaf
+            return activation(label.expand(leaf.shape), static=static) if isinstance(leaf, Tensor) else leaf
 
         return pytree.tree_map(result, self.node.meta.get("val"))
+
+    def frozen_labels(self, shape: Sequence[int]) -> Tensor:
+        """Labels that are frozen, for the reason that the present node made what they stand for."""
+        label = self.scales.fresh(1, self.now)
+        self.scales.freeze(label, self.now)
+        return label.view(()).expand(tuple(shape))
 
     def fresh(self, shape: Sequence[int]) -> Tensor:
         """One new scale per element of `shape`."""

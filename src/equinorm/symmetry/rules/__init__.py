@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from ..interpreter import Rule
-from . import attention, elementwise, indexing, linear, norms, reduction, shape
+from . import attention, elementwise, indexing, linear, norms, recurrent, reduction, shape
 from .registry import RULES
 
-__all__ = ["attention", "elementwise", "find_rule", "indexing", "linear", "norms", "reduction", "shape"]
+__all__ = ["attention", "elementwise", "find_rule", "indexing", "linear", "norms", "recurrent", "reduction", "shape"]
 
 
 def find_rule(target: torch._ops.OpOverload) -> Rule | None:

@@ -112,13 +112,16 @@ def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str
 
 @rule("linear.default")
 def linear(t: Interpreter, a: Arguments) -> Any:
-    x: Value = a["input"]
+    return layer(t, a["input"], a["weight"], a["bias"])
+
+
+def layer(t: Interpreter, x: Value, weight: Value, bias: Value | None) -> Value:
+    """x · weightᵀ + bias over the last axis."""
     batch = string.ascii_lowercase[: x.ndim - 1]
-    weight: Value = a["weight"]
     if weight.ndim == 1:  # F.linear(x, vector)
         return contract(t, x, batch + "I", weight, "I", batch)
     out = contract(t, x, batch + "I", weight, "OI", batch + "O")
-    return out if a["bias"] is None else add(t, out, a["bias"])
+    return out if bias is None else add(t, out, bias)
 
 
 def matrix_product(t: Interpreter, x: Value, y: Value) -> Value:

@@ -18,9 +18,7 @@ def affine(
     t: Interpreter, shape: torch.Size, gain: Value | None, offset: Value | None, layout: Sequence[int] | None
 ) -> Value:
     """gain · (something frozen) + offset; `layout` is the shape in which gain and offset meet it."""
-    label = t.scales.fresh(1, t.now)
-    t.scales.freeze(label, t.now)
-    out = activation(label.view(()).expand(shape))
+    out = activation(t.frozen_labels(shape))
 
     def laid(value: Value) -> Value:
         size = torch.Size(layout) if layout is not None else value.shape
