@@ -111,7 +111,7 @@ def test_ruff2020_at_full_length_is_what_the_logs_say() -> None:
 
 def test_what_ruff2020_leaves_open_is_what_the_logs_say() -> None:
     rows = rows_of("docs/mean-shift-rejection.md", "| | test | training | test loss |")
-    assert [label for label, *_ in rows] == list(ruff2020.VARIANTS)
+    assert [label for label, *_ in rows] == [row for row in ruff2020.VARIANTS if epochs_of("ruff2020/variants", row)]
     for label, *cells in rows:
         ends = [epochs[-1] for epochs in epochs_of("ruff2020/variants", label)]
         test, *others = cells

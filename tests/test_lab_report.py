@@ -27,6 +27,7 @@ from equinorm.lab.report.results import Number, Result, evaluate, gains, metric_
 from equinorm.lab.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.store import Computed, Record, Store
 
+MINUS = "\N{MINUS SIGN}"
 ABOUT = {
     "hardware": "NVIDIA H200",
     "versions": {"torch": "2.11.0", "python": "3.12.3"},
@@ -346,14 +347,13 @@ def test_the_verdict_of_an_artifact(values: tuple[int, ...], verdict: str, words
 
 
 def test_numbers_as_text() -> None:
-    minus = "\N{MINUS SIGN}"
     assert [wording.value(v, "%") for v in (54.634, -0.004, math.nan)] == ["54.63", "0.00", wording.NONE]
     assert [wording.value(v, "") for v in (1048576.0, 0.00123456, -12345.67)] == [
         "1,048,576",
         "0.001235",
-        f"{minus}12,345.7",
+        f"{MINUS}12,345.7",
     ]
-    assert wording.signed(-1.234) == f"{minus}1.23"
+    assert wording.signed(-1.234) == f"{MINUS}1.23"
     assert [wording.duration(s) for s in (4.123, 720, 12_300)] == ["4.12 s", "12 min", "3.4 h"]
 
 
@@ -407,6 +407,24 @@ def test_cells_of_the_first_table() -> None:
     assert wording.headline(numbers["MSR"]) == ("not run", "paper\xa054.3")
     numbers = line_of(band="quartiles", BN=[50.0, 52.0, 53.0]).numbers
     assert wording.headline(numbers["BatchNorm"]) == ("52.00", "IQR 1.50, n 3")
+
+
+def test_methods_in_short() -> None:
+    lines = [
+        line_of(Baseline=[50.0, 50.2], BN=[54.0, 56.0], ENorm=[55.0, 55.2], M=[None]),
+        line_of(Baseline=[50.0], BN=[54.0], ENorm=[53.0]),
+        line_of(BN=[54.0]),  # nothing to compare with
+        line_of(BN=[54.0], M=[None]),
+    ]
+    cost = headline.Cost("MLP", "no norm", {"no norm": 1.0, "BatchNorm": 1.5, "ENorm": 1.1}, "GPU")
+    costs = [cost, replace(cost, times={"no norm": 1.0, "ENorm": 1.2}), replace(cost, unit="BatchNorm")]
+    assert [wording.in_short(found) for found in headline.summaries(lines, costs)] == [
+        ("no norm", "0 of 2", "", f"{MINUS}4.90 to {MINUS}4.00", ""),
+        ("BatchNorm", "2 of 2: MLP; MLP", "+4.00 to +4.90", "", "1.50"),
+        ("ENorm", "1 of 2: MLP", "+3.00 to +5.00", f"{MINUS}1.00 to +0.10", "1.10 to 1.20"),
+        ("MSR", "0 of 1", "", "", ""),
+    ]
+    assert headline.summaries([], costs) == []
 
 
 def test_every_setting_of_the_first_table_is_in_a_recipe() -> None:
@@ -479,7 +497,9 @@ def test_the_first_page(tmp_path: Path) -> None:
     assert text.index("## Which method helps") < text.index("## Every table and figure")
     Checker(page)
     assert "<b>90.55 ± 0.10</b><small>n 3, paper\xa090.45\xa0✓</small>" in page
-    assert page.count("time of a step") == 3
+    assert page.count("time of a step,") == 3
+    assert "<td>BatchNorm</td><td>1 of 1: CIFAR-NV, batch 128</td><td>+2.01</td><td></td><td>1.50</td>" in page
+    assert "| BatchNorm | 1 of 1: CIFAR-NV, batch 128 | +2.01 |  | 1.50 |" in text
 
 
 def test_what_was_chosen_stands_beside_the_table_it_was_chosen_from(tmp_path: Path) -> None:

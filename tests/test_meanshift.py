@@ -713,10 +713,17 @@ def test_noise_passes_gradients_and_checks_its_amplitude() -> None:
     assert repr(InputNoise(0.1)) == "InputNoise(a=0.1)"
 
 
-def test_noise_can_be_drawn_per_channel() -> None:
-    factors = InputNoise(0.5, per="channel")(torch.ones(3, 4, 5, 6)).flatten(2)
-    assert torch.equal(factors.amin(2), factors.amax(2))
-    assert factors[:, :, 0].unique().numel() == 12
+@pytest.mark.parametrize(("per", "own"), [("element", 4), ("channel", 2), ("example", 1)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_what_noise_is_drawn_over(per: str, own: int, memory_format: torch.memory_format) -> None:
+    x = torch.ones(3, 4, 5, 6).contiguous(memory_format=memory_format)
+    factors = InputNoise(0.5, per=per)(x)
+    assert factors.unique().numel() == math.prod(x.shape[:own])
+    for axis in range(own, 4):
+        assert torch.equal(factors.amin(axis), factors.amax(axis))
+
+
+def test_noise_says_what_it_is_drawn_over() -> None:
     assert repr(InputNoise(0.1, per="channel")) == "InputNoise(a=0.1, per='channel')"
 
 

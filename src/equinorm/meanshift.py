@@ -275,16 +275,16 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.0) -> list[dict[s
 class InputNoise(nn.Module):
     """x · U(1 - a, 1 + a) while training, x otherwise (ruff2020, section 4.4, with a = 0.1).
 
-    The paper does not say what the noise is drawn over; here it is drawn for every element, or with `per="channel"`
-    once for each channel of each example.
+    The paper does not say what the noise is drawn over; here it is drawn for every element, with `per="channel"` once
+    for each channel of each example, or with `per="example"` once for each example.
     """
 
     def __init__(self, a: float = 0.1, per: str = "element") -> None:
         super().__init__()
         if not 0.0 <= a <= 1.0:
             raise ValueError(f"the amplitude of the noise must lie in [0, 1], got {a}")
-        if per not in ("element", "channel"):
-            raise ValueError(f'noise is drawn per "element" or per "channel", got {per!r}')
+        if per not in ("element", "channel", "example"):
+            raise ValueError(f'noise is drawn per "element", "channel" or "example", got {per!r}')
         self.a, self.per = a, per
 
     def forward(self, x: Tensor) -> Tensor:
@@ -294,11 +294,12 @@ class InputNoise(nn.Module):
         if found is not None and dense(x):
             out: Tensor = found.noisy(x, self.a)
             return out
-        drawn = torch.empty_like(x) if self.per == "element" else x.new_empty(*x.shape[:2], *(1,) * (x.ndim - 2))
+        own = {"element": x.ndim, "channel": 2, "example": 1}[self.per]  # axes along which factors differ
+        drawn = torch.empty_like(x) if own == x.ndim else x.new_empty(*x.shape[:own], *(1,) * (x.ndim - own))
         return x * drawn.uniform_(1.0 - self.a, 1.0 + self.a)
 
     def extra_repr(self) -> str:
-        return f"a={self.a}" + (", per='channel'" if self.per == "channel" else "")
+        return f"a={self.a}" + (f", per={self.per!r}" if self.per != "element" else "")
 
 
 def add_input_noise_(units: Iterable[nn.Module], a: float = 0.1) -> Removable:

@@ -234,8 +234,8 @@ def resnet_cifar(
     parameters, and 20 layers if the classifier counts and the skips do not.
 
     `noise`: the amplitude of `InputNoise` at each residual unit, at what the whole unit or only its branch reads, per
-    element or per channel. `preact`: norm and ReLU come first in each unit, and once more behind the last (He et al.
-    2016).
+    element, channel or example. `preact`: norm and ReLU come first in each unit, and once more behind the last (He et
+    al. 2016).
     """
     n, rest = divmod(depth - 2, 6)
     if rest or n < 1:

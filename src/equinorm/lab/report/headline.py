@@ -1,7 +1,8 @@
-"""The first table of the report: which method helps, where, by how much, at what cost.
+"""The first tables of the report: which method helps, where, by how much, at what cost.
 
 A line for each setting that the papers argue with, a column for each method, from the results of the artifacts that
-hold them; and lines for the cost of a training step, from what `equinorm bench` has measured.
+hold them; and lines for the cost of a training step, from what `equinorm bench` has measured. Before it a summary of
+both, with a line for each method.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..recipes import defazio2018, ruff2020
 from .results import Number, Result
 from .wording import signed
 
-__all__ = ["COSTS_MISSING", "METHODS", "Cost", "Line", "Setting", "costs", "lines"]
+__all__ = ["COSTS_MISSING", "METHODS", "Cost", "Line", "Setting", "Summary", "costs", "lines", "summaries"]
 
 NO_NORM, BATCH_NORM = "no norm", "BatchNorm"
 METHODS = (NO_NORM, BATCH_NORM, "GroupNorm", "ENorm", "ENorm + BN", "EquiNorm", "MSR")
@@ -32,6 +33,7 @@ class Setting:
     name: str
     artifact: str
     cells: Mapping[str, tuple[str, str]]
+    note: str = ""
 
 
 def _column(column: str, rows: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -44,42 +46,46 @@ _REPRO = {NO_NORM: "Baseline", BATCH_NORM: "BN", "ENorm": "ENorm", "ENorm + BN":
 _BOTH = {BATCH_NORM: "BN", "EquiNorm": "EquiNorm"}
 _WRN = {**_BOTH, "GroupNorm": "GN"}
 SETTINGS = (
-    Setting("MLP with 11 hidden layers, Xavier init (ENorm: c = 1.2)", "stock2019/figure4", _column("11", _FIGURE_4)),
-    Setting("the same, 19 layers", "stock2019/figure4", _column("19", _FIGURE_4)),
-    Setting("the same, He init", "repro2019/figure2", _column("19", _REPRO)),
-    Setting("CIFAR-NV, batch 8, momentum (ENorm: c = 1)", "stock2019/table3", _column("8", _TABLE_3)),
-    Setting("the same, batch 32", "stock2019/table3", _column("32", _TABLE_3)),
-    Setting("the same, batch 128", "stock2019/table3", _column("128", _TABLE_3)),
+    Setting("MLP-11, Xavier init", "stock2019/figure4", _column("11", _FIGURE_4), "11 hidden layers; ENorm: c = 1.2"),
+    Setting("MLP-19, Xavier init", "stock2019/figure4", _column("19", _FIGURE_4)),
+    Setting("MLP-19, He init", "repro2019/figure2", _column("19", _REPRO)),
+    Setting("CIFAR-NV, batch 8", "stock2019/table3", _column("8", _TABLE_3), "momentum; ENorm: c = 1"),
+    Setting("CIFAR-NV, batch 32", "stock2019/table3", _column("32", _TABLE_3)),
+    Setting("CIFAR-NV, batch 128", "stock2019/table3", _column("128", _TABLE_3)),
     Setting(
-        "the same with lr 0.05, also for ENorm (tried when the line above was in)",
+        "CIFAR-NV, batch 128, lr 0.05",
         "stock2019/variants-cifar-nv",
         {NO_NORM: ("lr 0.05", "Baseline"), "ENorm": ("lr 0.05", "ENorm-1")},
+        "also for ENorm; tried when the line above was in",
     ),
-    Setting("WRN-20-96, 30 epochs, mixup with alpha = 6", "defazio2018/figure3", _column("CIFAR-10", _WRN)),
+    Setting("WRN, 30 epochs, mixup 6", "defazio2018/figure3", _column("CIFAR-10", _WRN), "WRN-20-96; mixup's alpha"),
     Setting(
-        "the same, after one epoch of warm-up",
+        "WRN, 30 epochs, mixup 6, warm-up",
         "defazio2018/variants",
         {method: (defazio2018.WARM_UP, column) for method, column in _WRN.items()},
+        "one epoch",
     ),
     Setting(
-        "the same, mixup with alpha = 2",
+        "WRN, 30 epochs, mixup 2",
         "defazio2018/variants-mixup",
         {method: (defazio2018.LESS, column) for method, column in _BOTH.items()},
     ),
     Setting(
-        "the same, alpha = 2, after one epoch of warm-up",
+        "WRN, 30 epochs, mixup 2, warm-up",
         "defazio2018/variants-mixup",
         {method: (f"{defazio2018.LESS}, {defazio2018.WARM_UP}", column) for method, column in _BOTH.items()},
     ),
     Setting(
-        "the same, 300 epochs, no mixup (EquiNorm: a quarter of the batch)",
+        "WRN, 300 epochs",
         "defazio2018/quarter",
         _column("CIFAR-10", {BATCH_NORM: "BN", "EquiNorm": defazio2018.QUARTER}),
+        "no mixup; EquiNorm: a quarter of the batch",
     ),
     Setting(
-        "ResNet-110, 200 epochs (MSR: lr 0.4, zmg 0.85, noise 0.1)",
+        "ResNet-110, 200 epochs",
         "ruff2020/table1",
         _column(ruff2020.DATA, {BATCH_NORM: ruff2020.BN, "MSR": ruff2020.BEST}),
+        "MSR: lr 0.4, zmg 0.85, noise 0.1",
     ),
 )
 
@@ -103,6 +109,21 @@ class Line:
         return self.ranking[0] if len(self.ranking) > 1 else None
 
     @property
+    def leaders(self) -> list[str]:
+        """The best method, and those that are behind it by less than two standard errors."""
+        best = self.best
+        if best is None:
+            return []
+        top = self.numbers[best]
+        return [name for name in self.ranking if name == best or _caution(top, self.numbers[name]) == WITHIN]
+
+    def over(self, method: str, reference: str) -> float | None:
+        """By how many points a method is ahead of another; None where one of them was not run, or diverged."""
+        both = [self.numbers.get(name) for name in (method, reference)]
+        first, second = (number.value if number is not None and number.values else None for number in both)
+        return None if first is None or second is None else first - second
+
+    @property
     def verdict(self) -> str:
         """ "ENorm: +2.31 on no norm; +0.40 on BatchNorm (within the spread)"; empty if there is nothing to compare."""
         best = self.best
@@ -121,12 +142,15 @@ class Line:
         return f"{signed(top.value - other.value)} on {name}{_caution(top, other)}"
 
 
+SINGLE, WITHIN = " (single runs)", " (within the spread)"
+
+
 def _caution(a: Number, b: Number) -> str:
     """What to think of the difference of two numbers: if it is less than two standard errors, or of single runs."""
     if min(a.n, b.n) < 2:
-        return " (single runs)"
+        return SINGLE
     error = math.sqrt(statistics.variance(a.values) / a.n + statistics.variance(b.values) / b.n)
-    return "" if abs(a.value - b.value) > 2 * error else " (within the spread)"
+    return "" if abs(a.value - b.value) > 2 * error else WITHIN
 
 
 def lines(results: Iterable[Result], settings: Sequence[Setting] = SETTINGS) -> list[Line]:
@@ -211,3 +235,37 @@ def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, flo
     for row in rows:
         if row["network"] in ("ResNet-18, batch 256", "ResNet-50, batch 256") and not row["failed"]:
             yield f"{row['network']}, {row['mode']}", row["variant"], row["step"]["median"]
+
+
+# -- in short ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method over all lines: where it leads, by how much, and what a step with it takes (no norm: 1)."""
+
+    method: str
+    leads: tuple[str, ...]  # settings in which it is the best or level with it
+    lines: int  # settings in which it was run
+    over_none: tuple[float, ...]
+    over_batch_norm: tuple[float, ...]
+    times: tuple[float, ...]
+
+
+def summaries(lines: Sequence[Line], costs: Sequence[Cost]) -> list[Summary]:
+    """Of every method that was compared with another."""
+    compared = [line for line in lines if line.best is not None]
+    found = []
+    for method in METHODS:
+        mine = [line for line in compared if method in line.numbers and line.numbers[method].was_run]
+        leads = tuple(line.setting.name for line in mine if method in line.leaders)
+        gains = {
+            reference: tuple(gain for line in mine if (gain := line.over(method, reference)) is not None)
+            for reference in (NO_NORM, BATCH_NORM)
+            if reference != method
+        }
+        times = tuple(cost.times[method] for cost in costs if method in cost.times and cost.unit == NO_NORM != method)
+        if mine:
+            none, batch_norm = gains.get(NO_NORM, ()), gains.get(BATCH_NORM, ())
+            found.append(Summary(method, leads, len(mine), none, batch_norm, times))
+    return found

@@ -76,9 +76,12 @@ def _headline(results: Sequence[Result], costs: Sequence[headline.Cost]) -> str:
     for line in lines:
         name = line.setting.artifact
         cells = [_headline_cell(line, method) for method in headline.METHODS]
-        rows.append((f"{_escape(line.setting.name)} [{name}](#{slug(name)})", _escape(line.verdict), *cells))
+        where = f"{_escape(line.setting.name)}{f' ({_escape(line.setting.note)})' * bool(line.setting.note)}"
+        rows.append((f"{where} [{name}](#{slug(name)})", _escape(line.verdict), *cells))
     rows += [(f"*{_escape(wording.cost_name(cost))}*", f"*{cost.unit} = 1*", *cost.cells()) for cost in costs]
-    parts = ["## Which method helps", wording.HEADLINE, _table(("where", "best", *headline.METHODS), rows)]
+    short = [tuple(map(_escape, wording.in_short(found))) for found in headline.summaries(lines, costs)]
+    parts = ["## Which method helps", wording.SHORTLY, _table(wording.IN_SHORT, short)]
+    parts += [wording.HEADLINE, _table(("where", "best", *headline.METHODS), rows)]
     return "\n\n".join(parts if costs else [*parts, headline.COSTS_MISSING])
 
 

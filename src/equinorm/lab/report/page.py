@@ -98,13 +98,19 @@ def _headline(results: Sequence[Result], costs: Sequence[headline.Cost]) -> str:
     for line in lines:
         name = line.setting.artifact
         cells = "".join(_headline_cell(line, method) for method in headline.METHODS)
-        where = f'{escape(line.setting.name)} <a href="#{slug(name)}">{escape(name)}</a>'
+        note = f"<small>{escape(line.setting.note)}</small>" if line.setting.note else ""
+        where = f'{escape(line.setting.name)}{note} <a href="#{slug(name)}">{escape(name)}</a>'
         rows.append(f"<tr><td>{where}</td><td>{escape(line.verdict)}</td>{cells}</tr>")
     for cost in costs:
         cells = "".join(f"<td>{time}</td>" for time in cost.cells())
         name = escape(wording.cost_name(cost))
         rows.append(f'<tr><td class="soft">{name}</td><td class="soft">{escape(cost.unit)} = 1</td>{cells}</tr>')
-    parts = ["<h2>Which method helps</h2>", f'<p class="soft">{_text(wording.HEADLINE)}</p>']
+    short = [
+        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in wording.in_short(found))}</tr>"
+        for found in headline.summaries(lines, costs)
+    ]
+    parts = ["<h2>Which method helps</h2>", f'<p class="soft">{_text(wording.SHORTLY)}</p>']
+    parts += [_table(wording.IN_SHORT, short, "short"), f'<p class="soft">{_text(wording.HEADLINE)}</p>']
     parts.append(_table(("where", "best", *headline.METHODS), rows, "headline"))
     return "\n".join(parts if costs else [*parts, f'<p class="soft">{_text(headline.COSTS_MISSING)}</p>'])
 

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,16 @@ from ..store import Record
 from .results import Chosen, Gain, Gains, Number, Result, Verdict, gains, time_of
 
 if TYPE_CHECKING:
-    from .headline import Cost
+    from .headline import Cost, Summary
 
 __all__ = [
     "CHOICE",
     "HEADLINE",
+    "IN_SHORT",
     "LEGEND",
     "MARKS",
     "NONE",
+    "SHORTLY",
     "TOY",
     "Glance",
     "Provenance",
@@ -37,6 +39,7 @@ __all__ = [
     "glance",
     "glances",
     "headline",
+    "in_short",
     "measured",
     "metric_name",
     "n",
@@ -72,8 +75,14 @@ LEGEND = (
 HEADLINE = (
     "Test accuracy on CIFAR-10 in %, mean ± standard deviation or median and interquartile range (IQR), and what the "
     "paper prints, where it prints a number. The best of a line is bold; a difference is «within the spread» if it is "
-    "less than two standard errors. MSR is mean shift rejection. An empty cell: not in the paper, and not tried. The "
+    "less than two standard errors. An empty cell: not in the paper, and not tried. The "
     "last lines are what a method costs: the time of a training step."
+)
+IN_SHORT = ("method", "best or level with the best in", "over no norm", "over BatchNorm", "time of a step")
+SHORTLY = (
+    "By method, over the settings of the table below: in which it is the best or behind the best by less than two "
+    "standard errors, its lead in points of test accuracy on CIFAR-10 from the least to the largest, and the time of a "
+    "training step over networks, where no norm is 1. MSR is mean shift rejection. Some settings are single runs."
 )
 CHOICE = ("chosen for", "setting", "held-out accuracy", "next best", "candidates run")
 TOY = (
@@ -213,6 +222,18 @@ def headline(number: Number) -> tuple[str, str]:
     if number.cell.paper is not None:
         parts.append(f"paper {number.cell.paper:.6g} {MARKS[number.verdict]}".strip().replace(" ", _TOGETHER))
     return ours, ", ".join(parts)
+
+
+def in_short(found: Summary) -> tuple[str, str, str, str, str]:
+    """A line of the table before the first one."""
+    where = f"{len(found.leads)} of {found.lines}" + (f": {'; '.join(found.leads)}" if found.leads else "")
+    gains = (_range(found.over_none, signed), _range(found.over_batch_norm, signed))
+    return found.method, where, *gains, _range(found.times, lambda time: f"{time:.2f}")
+
+
+def _range(numbers: Sequence[float], text: Callable[[float], str]) -> str:
+    """ "+0.10 to +6.60", of one number itself."""
+    return " to ".join(dict.fromkeys(text(end(numbers)) for end in (min, max))) if numbers else ""
 
 
 def cost_name(cost: Cost) -> str:
