@@ -455,7 +455,7 @@ PROGRAMS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(PROGRAMS)
 def test_random_programs_fold(steps: list[tuple[str, int, int]]) -> None:
     model = randomized(Program(steps))
@@ -466,7 +466,7 @@ def test_random_programs_fold(steps: list[tuple[str, int, int]]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(PROGRAMS, st.sampled_from(["equinorm", "weightnorm", "frn", "groupnorm", "none", "normprop", "msr"]))
 def test_random_programs_convert(steps: list[tuple[str, int, int]], method: str) -> None:
     """What is converted runs, converts no further, and folds; what is not convertible is an error."""
@@ -486,7 +486,7 @@ def test_random_programs_convert(steps: list[tuple[str, int, int]], method: str)
 
 
 @given(PROGRAMS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_random_programs_keep_their_function_without_norms(steps: list[tuple[str, int, int]]) -> None:
     """Norms with mean 0 and variance 1 are nothing but gain and offset, which `none` hands to the layers."""
     model = randomized(Program(steps))

@@ -27,7 +27,7 @@ SMALL = Tiles(
     alone=16, variables=2, line=16, area=32, chunk=32, flat=64, narrow=8, wide=24,
 )  # fmt: skip
 # the interpreter is slow, and shrinking an example runs it many times
-quick = settings(max_examples=9, phases=(Phase.explicit, Phase.generate))
+quick = settings(max_examples=7, phases=(Phase.explicit, Phase.generate))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ small = interpreted("normalization")
 small.TILE, small.SHARES = 64, 3  # so small that every loop runs several times
 few = interpreted("convolution")
 few.TILES = {size: tiles._replace(out=tiles.out._replace(pixels=16, programs=3)) for size, tiles in few.TILES.items()}
-quick = settings(max_examples=11, phases=(Phase.explicit, Phase.generate))
+quick = settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
 convolutions = st.sampled_from([convolution, few])
 channels = st.sampled_from([16, 16, 32, 64])
 formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
@@ -55,7 +55,7 @@ def test_convolution(
     check_convolution(kernels, images, channels, torch.float16, plus, relu, scaled, **kernel)
 
 
-@settings(quick, max_examples=5)
+@settings(quick, max_examples=4)
 @given(
     convolutions,
     st.tuples(st.integers(1, 2), st.integers(3, 6), st.integers(3, 6)),

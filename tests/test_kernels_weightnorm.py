@@ -26,7 +26,7 @@ fused = interpreted("weightnorm")
 small = interpreted("weightnorm")
 small.BLOCK = 4  # so small that every loop runs several times
 FORMS = [{}, {"scale": 1.7}, {"centred": True}, {"centred": True, "eps": 1e-5}, {"centred": True, "eps": 0.3}]
-quick = settings(max_examples=30, phases=(Phase.explicit, Phase.generate))  # the interpreter is slow
+quick = settings(max_examples=20, phases=(Phase.explicit, Phase.generate))  # the interpreter is slow
 
 
 @quick
