@@ -259,13 +259,11 @@ def summaries(lines: Sequence[Line], costs: Sequence[Cost]) -> list[Summary]:
     for method in METHODS:
         mine = [line for line in compared if method in line.numbers and line.numbers[method].was_run]
         leads = tuple(line.setting.name for line in mine if method in line.leaders)
-        gains = {
-            reference: tuple(gain for line in mine if (gain := line.over(method, reference)) is not None)
+        none, batch_norm = (
+            tuple(gain for line in mine if reference != method and (gain := line.over(method, reference)) is not None)
             for reference in (NO_NORM, BATCH_NORM)
-            if reference != method
-        }
+        )
         times = tuple(cost.times[method] for cost in costs if method in cost.times and cost.unit == NO_NORM != method)
         if mine:
-            none, batch_norm = gains.get(NO_NORM, ()), gains.get(BATCH_NORM, ())
             found.append(Summary(method, leads, len(mine), none, batch_norm, times))
     return found

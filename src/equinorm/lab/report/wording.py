@@ -75,8 +75,8 @@ LEGEND = (
 HEADLINE = (
     "Test accuracy on CIFAR-10 in %, mean ± standard deviation or median and interquartile range (IQR), and what the "
     "paper prints, where it prints a number. The best of a line is bold; a difference is «within the spread» if it is "
-    "less than two standard errors. An empty cell: not in the paper, and not tried. The "
-    "last lines are what a method costs: the time of a training step."
+    "less than two standard errors. An empty cell: not in the paper, and not tried. The last lines are what a method "
+    "costs: the time of a training step; empty where it was not measured."
 )
 IN_SHORT = ("method", "best or level with the best in", "over no norm", "over BatchNorm", "time of a step")
 SHORTLY = (
