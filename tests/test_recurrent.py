@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import equinorm
+from equinorm.symmetry.capture import capture
 from nets import assert_function_kept, double_and_trace
 
 INPUT, UNITS, PROJECTED, STEPS, BATCH = 4, 5, 3, 3, 2
@@ -94,12 +95,23 @@ KINDS: dict[str, Any] = {
 }
 
 
+def states_have_their_shape() -> bool:
+    """Whether torch records the shape of an LSTM's states as it is; 2.6, 2.7 and 2.8 have an axis too many."""
+    captured = capture(Recurrent(nn.LSTM(INPUT, UNITS), "zero", "sequence"), torch.zeros(STEPS, BATCH, 3))
+    (node,) = captured.module.graph.find_nodes(op="call_function", target=torch.ops.aten.lstm.input)
+    return bool(node.meta["val"][1].ndim == 3)
+
+
+NEEDS_SHAPE = pytest.mark.skipif(not states_have_their_shape(), reason="torch mistakes the shape of an LSTM's states")
+EVERY_KIND = [pytest.param(kind, marks=[NEEDS_SHAPE] if kind == "projected" else []) for kind in KINDS]
+
+
 def free_units(kind: str, layers: int, directions: int) -> int:
     """By hand: what goes in, and the states of ReLU networks and projections."""
     return INPUT + layers * directions * {"relu": UNITS, "projected": PROJECTED}.get(kind, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @settings(max_examples=6, phases=(Phase.explicit, Phase.generate))  # an export takes a while
 @given(
     layers=st.integers(1, 2),
@@ -127,6 +139,7 @@ def test_as_free_as_written_out(
     assert_function_kept(twin, x, sym)
 
 
+@NEEDS_SHAPE
 def test_what_freezes_is_named() -> None:
     model = Recurrent(nn.LSTM(INPUT, UNITS, proj_size=PROJECTED), start="zero", read="sequence")
     rows = equinorm.trace(model, torch.randn(STEPS, BATCH, 3)).explain().rows
@@ -180,3 +193,20 @@ def test_balance_moves_states_but_not_their_self_loops() -> None:
     torch.testing.assert_close(core.weight_hh_l0.detach().diagonal(), weight.diagonal())
     assert not torch.allclose(core.weight_hh_l0, weight)
     assert report.norm_after < 0.2 * report.norm_before
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_enorm_in_training_keeps_the_function(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(KINDS[kind](INPUT, UNITS, 2), "learned", "sequence").double()
+    x = torch.randn(STEPS, BATCH, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    enorm = equinorm.ENorm(model, optimizer, x, c=1.2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        before, weight = model(x).detach(), model.stem.weight.detach().clone()
+        enorm.step()
+        torch.testing.assert_close(model(x).detach(), before)
+        assert not torch.equal(model.stem.weight, weight)

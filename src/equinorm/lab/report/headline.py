@@ -114,10 +114,9 @@ class Line:
         best = self.best
         if best is None:
             return []
-        top = self.numbers[best]
-        return [name for name in self.ranking if name == best or _caution(top, self.numbers[name]) == WITHIN]
+        return [name for name in self.ranking if name == best or _level(self.numbers[best], self.numbers[name])]
 
-    def over(self, method: str, reference: str) -> float | None:
+    def lead(self, method: str, reference: str) -> float | None:
         """By how many points a method is ahead of another; None where one of them was not run, or diverged."""
         both = [self.numbers.get(name) for name in (method, reference)]
         first, second = (number.value if number is not None and number.values else None for number in both)
@@ -136,21 +135,25 @@ class Line:
         return f"{best}: {'; '.join(self._over(best, name) for name in dict.fromkeys(others))}"
 
     def _over(self, best: str, name: str) -> str:
-        top, other = self.numbers[best], self.numbers[name]
-        if not other.values:
+        lead = self.lead(best, name)
+        if lead is None:
             return f"{name} diverges"
-        return f"{signed(top.value - other.value)} on {name}{_caution(top, other)}"
+        return f"{signed(lead)} on {name}{_caution(self.numbers[best], self.numbers[name])}"
 
 
-SINGLE, WITHIN = " (single runs)", " (within the spread)"
+def _level(a: Number, b: Number) -> bool:
+    """Whether two numbers differ by less than two standard errors; single runs have none."""
+    if min(a.n, b.n) < 2:
+        return False
+    error = math.sqrt(statistics.variance(a.values) / a.n + statistics.variance(b.values) / b.n)
+    return abs(a.value - b.value) <= 2 * error
 
 
 def _caution(a: Number, b: Number) -> str:
-    """What to think of the difference of two numbers: if it is less than two standard errors, or of single runs."""
+    """What to think of the difference of two numbers."""
     if min(a.n, b.n) < 2:
-        return SINGLE
-    error = math.sqrt(statistics.variance(a.values) / a.n + statistics.variance(b.values) / b.n)
-    return "" if abs(a.value - b.value) > 2 * error else WITHIN
+        return " (single runs)"
+    return " (within the spread)" if _level(a, b) else ""
 
 
 def lines(results: Iterable[Result], settings: Sequence[Setting] = SETTINGS) -> list[Line]:
@@ -260,7 +263,7 @@ def summaries(lines: Sequence[Line], costs: Sequence[Cost]) -> list[Summary]:
         mine = [line for line in compared if method in line.numbers and line.numbers[method].was_run]
         leads = tuple(line.setting.name for line in mine if method in line.leaders)
         none, batch_norm = (
-            tuple(gain for line in mine if reference != method and (gain := line.over(method, reference)) is not None)
+            tuple(gain for line in mine if reference != method and (gain := line.lead(method, reference)) is not None)
             for reference in (NO_NORM, BATCH_NORM)
         )
         times = tuple(cost.times[method] for cost in costs if method in cost.times and cost.unit == NO_NORM != method)

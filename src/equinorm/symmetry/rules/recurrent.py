@@ -24,7 +24,7 @@ def recurrent(t: Interpreter, a: Arguments) -> Any:
     """
     a.everything()
     x: Value = a["input"]
-    start = a["hx"][0] if t.op_name == "lstm" else a["hx"]
+    start: Value = a["hx"][0] if t.op_name == "lstm" else a["hx"]
     if t.op_name == "lstm":
         t.freeze(a["hx"][1])
     directions = 2 if a["bidirectional"] else 1
@@ -36,8 +36,12 @@ def recurrent(t: Interpreter, a: Arguments) -> Any:
         if (number + 1) % directions == 0:
             made = [state.expand(*lead, -1) for state in states[-directions:]]
             x = activation(joined_along(made, len(lead), [*lead, sum(m.shape[-1] for m in made)]))
-    last = activation(torch.stack(states).unsqueeze(1).expand(t.result_shape(1)))
-    return (x, last, t.frozen_result()[2]) if t.op_name == "lstm" else (x, last)
+    _, *last = t.frozen_result()
+    if start.shape == t.result_shape(1):
+        last[0] = activation(torch.stack(states).unsqueeze(1).expand(start.shape))
+    else:  # some versions of torch record an axis too many for the states of an LSTM: what reads them is anyone's guess
+        t.freeze(*map(activation, states))
+    return x, *last
 
 
 def _cells(params: Sequence[Value], count: int, biased: bool) -> Iterator[tuple[Value, Value, Any, Any, Any]]:
