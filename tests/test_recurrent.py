@@ -210,3 +210,19 @@ def test_enorm_in_training_keeps_the_function(kind: str) -> None:
         enorm.step()
         torch.testing.assert_close(model(x).detach(), before)
         assert not torch.equal(model.stem.weight, weight)
+
+
+def test_weights_in_one_storage() -> None:
+    """cuDNN keeps all weights of a recurrent layer side by side in one."""
+    core = nn.RNN(INPUT, UNITS, 2, nonlinearity="relu")
+    weights = list(core.parameters())
+    flat = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+        weight.data = part.view_as(weight)
+    model, x = Recurrent(core, "zero", "sequence"), torch.randn(STEPS, BATCH, 3)
+    before = model(x).detach()
+    sym = equinorm.trace(model, x)
+    assert sym.num_scales == free_units("relu", 2, 1)
+    sym.rescale_(torch.linspace(-1, 1, sym.num_scales))
+    torch.testing.assert_close(model(x).detach(), before, rtol=1e-4, atol=1e-5)
+    assert weights[0].untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
