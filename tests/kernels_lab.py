@@ -24,6 +24,7 @@ def check_convolution(
     plus: bool = False,
     relu: bool = False,
     scaled: bool = False,
+    biased: bool = False,
     device: str = "cpu",
     **kernel: Any,
 ) -> None:
@@ -33,17 +34,18 @@ def check_convolution(
     weight = (0.1 * torch.randn(b, a, 3, 3, device=device)).to(**kernel)
     added = torch.randn(n, b, height, width, device=device).to(precision) if plus else None  # not in channels_last
     log_scale = torch.randn(b, 1, 1, 1, device=device) if scaled else None
-    tensors = [t.requires_grad_() for t in (x, weight, added, log_scale) if t is not None]
-    exact = [t.detach().double().requires_grad_() for t in tensors]
+    bias = torch.randn(b, device=device) if biased else None
+    tensors = [t.requires_grad_() for t in (x, weight, added, log_scale, bias) if t is not None]
+    exact = {id(t): t.detach().double().requires_grad_() for t in tensors}
     assert kernels.fits(x, weight)
-    out = kernels.conv3x3(x, weight, added, relu, log_scale)
+    out = kernels.conv3x3(x, weight, added, relu, log_scale, bias)
     assert out.dtype == precision
     grad = torch.randn_like(out)
     out.backward(grad)
-    exact_weight = exact[-1].exp() * exact[1] if scaled else exact[1]
+    exact_weight = exact[id(log_scale)].exp() * exact[id(weight)] if scaled else exact[id(weight)]
     rounded = exact_weight + (exact_weight.to(precision).double() - exact_weight).detach()
-    expected = F.conv2d(exact[0], rounded, padding=1)
-    expected = expected + exact[2] if plus else expected
+    expected = F.conv2d(exact[id(x)], rounded, exact.get(id(bias)), padding=1)
+    expected = expected + exact[id(added)] if plus else expected
     if relu:  # where rounding decides what is positive, follow it
         assert_close(out, expected.relu(), precision, scale=1.0)
         expected = expected * (out > 0)
@@ -52,9 +54,9 @@ def check_convolution(
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride()
     steepest = max(float(log_scale.detach().exp().max()), 1.0) if log_scale is not None else 1.0  # gradients have e^g
-    for mine, theirs in zip(tensors, exact, strict=True):
-        many = 40 * steepest * (n * height * width) ** 0.5 if mine is weight or mine is log_scale else 1.0
-        assert_close(mine.grad, theirs.grad, mine.dtype, scale=many)
+    for mine in tensors:
+        many = 1.0 if mine is x or mine is added else 40 * steepest * (n * height * width) ** 0.5
+        assert_close(mine.grad, exact[id(mine)].grad, mine.dtype, scale=many)
 
 
 def check_residuals(
@@ -65,6 +67,7 @@ def check_residuals(
     precision: torch.dtype,
     scaled: bool,
     noise: float = 0.0,
+    biased: bool = False,
     device: str = "cpu",
 ) -> None:
     """So many units, against the same of single convolutions; within a unit these round in the same places."""
@@ -74,9 +77,11 @@ def check_residuals(
     units, leaves = [], [x]
     for _ in range(number):
         tensors = [0.1 * torch.randn(channels, channels, 3, 3, device=device) for _ in range(2)]
-        tensors += [0.3 * torch.randn(channels, 1, 1, 1, device=device) for _ in range(2 * scaled)]
-        units.append(kernels.Unit(*(t.requires_grad_() for t in tensors)))
-        leaves += tensors
+        scales = [0.3 * torch.randn(channels, 1, 1, 1, device=device) for _ in range(2 * scaled)]
+        biases = [0.3 * torch.randn(channels, device=device) for _ in range(2 * biased)]
+        tensors += scales + biases
+        leaves += [t.requires_grad_() for t in tensors]
+        units.append(kernels.Unit(*tensors[:2], *(scales or [None] * 2), *biases))
     torch.manual_seed(5)
     out = kernels.residuals(x, units, noise)
     torch.manual_seed(5)
@@ -88,8 +93,8 @@ def check_residuals(
     for i, unit in enumerate(units):
         if i and noise:
             expected = (expected * factors(seeds[i], shape, noise)).to(precision)
-        inside = kernels.conv3x3(expected, unit.first, None, True, unit.first_scale)
-        expected = kernels.conv3x3(inside, unit.second, expected, True, unit.second_scale)
+        inside = kernels.conv3x3(expected, unit.first, None, True, unit.first_scale, unit.first_bias)
+        expected = kernels.conv3x3(inside, unit.second, expected, True, unit.second_scale, unit.second_bias)
     grad = torch.randn_like(out)
     found, wanted = (torch.autograd.grad(y, leaves, grad) for y in (out, expected))
     for mine, theirs in zip((out, *found), (expected, *wanted), strict=True):

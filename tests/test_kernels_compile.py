@@ -83,8 +83,10 @@ def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], dtype
     x = images(*shape, dtype=torch.bfloat16)
     weights = [torch.rand(channels, channels, 3, 3).to(dtype).requires_grad_() for _ in range(2)]
     scales = [torch.zeros(channels, 1, 1, 1, requires_grad=True) for _ in range(2)]
+    biases = [torch.zeros(channels, requires_grad=True) for _ in range(2)]
     back(convolution.conv3x3(x, weights[0]))
     back(convolution.residuals(x, [convolution.Unit(*weights, *scales)] * 2, 0.1))
+    back(convolution.residuals(x, [convolution.Unit(*weights, *scales, *biases)] * 2, 0.1))
     assert compiled == {"_convolve", "_sum_parts"} | ({"_weight_parts"} if channels > 16 else set())
 
 

@@ -20,7 +20,7 @@ def test_convolution(dtype: torch.dtype, layout: torch.memory_format) -> None:
 
     sizes = [((128, 32, 32), (16, 16)), ((3, 5, 7), (64, 16)), ((3, 5, 7), (32, 64)), ((1, 1, 1), (16, 16))]
     for i, ((images, channels), weight) in enumerate(product(sizes, [dtype, torch.float32])):
-        after = {"plus": i % 3 == 0, "relu": i % 2 == 0, "scaled": i % 4 < 2}
+        after = {"plus": i % 3 == 0, "relu": i % 2 == 0, "scaled": i % 4 < 2, "biased": i % 5 < 2}
         kernel = {"dtype": weight, "memory_format": layout, "device": "cuda"}
         check_convolution(convolution, images, channels, dtype, **after, **kernel)
 
@@ -30,8 +30,8 @@ def test_convolution(dtype: torch.dtype, layout: torch.memory_format) -> None:
 def test_residual_units(dtype: torch.dtype, images: tuple[int, int, int], channels: int) -> None:
     from equinorm.kernels import convolution
 
-    for number, scaled, noise in ((1, False, 0.0), (3, True, 0.5)):
-        check_residuals(convolution, images, channels, number, dtype, scaled, noise, device="cuda")
+    for number, scaled, noise, biased in ((1, False, 0.0, False), (1, True, 0.0, True), (3, True, 0.5, True)):
+        check_residuals(convolution, images, channels, number, dtype, scaled, noise, biased, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

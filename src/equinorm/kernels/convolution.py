@@ -5,10 +5,10 @@
 The libraries' kernels are made for many channels. With 16 to 64, as in the ResNets for CIFAR, they leave most of a tile
 empty, and their repeatable weight gradient converts everything to float32 first. Here a tile is as wide as the layer.
 
-Three kernels: the output, with the sum, the ReLU and the noise that follow it, which is also the input's gradient with
-the kernel turned round, and there with the noise and the ReLU that come before it; the weight's gradient in parts; and
-the sum of those parts, in a fixed order, so that the same numbers come out every time. With 16 channels the first makes
-the second's parts as well, from what it has at hand.
+Three kernels: the output, with the bias, the sum, the ReLU and the noise that follow it, which is also the input's
+gradient with the kernel turned round, and there with the noise and the ReLU that come before it; the weight's gradient
+in parts; and the sum of those parts, in a fixed order, so that the same numbers come out every time. With 16 channels
+the first makes the second's parts as well, from what it has at hand. The bias's gradient is torch's sum.
 """
 
 from __future__ import annotations
@@ -76,9 +76,14 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def conv3x3(
-    x: Tensor, weight: Tensor, plus: Tensor | None = None, relu: bool = False, log_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    plus: Tensor | None = None,
+    relu: bool = False,
+    log_scale: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """`conv2d(x, weight, padding=1)` for what `fits`, summed in float32; a float32 weight is rounded on its way.
+    """`conv2d(x, weight, bias, padding=1)` for what `fits`, summed in float32; a float32 weight is rounded on its way.
 
     With the sum and the ReLU that may follow: relu(conv + plus), rounded once. `plus` has the shape and dtype of that.
     `log_scale`, a number for each output channel: of the weight times its exponential (ruff2020's e^g · V).
@@ -86,25 +91,31 @@ def conv3x3(
     if plus is not None:
         plus = plus.contiguous(memory_format=torch.channels_last)
     with on_device(x.device):
-        out: Tensor = _Conv3x3.apply(x, weight, plus, relu, log_scale)
+        out: Tensor = _Conv3x3.apply(x, weight, plus, relu, log_scale, bias)
     return out
 
 
 class _Conv3x3(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, plus: Tensor | None, relu: bool, log_scale: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        plus: Tensor | None,
+        relu: bool,
+        log_scale: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
-        out = _convolved(x, weight, log_scale, plus=plus, relu=relu)
-        ctx.save_for_backward(x, weight, log_scale, out if relu else None)
+        out = _convolved(x, weight, log_scale, bias=bias, plus=plus, relu=relu)
+        ctx.save_for_backward(x, weight, log_scale, bias, out if relu else None)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, log_scale, out = ctx.saved_tensors
+        x, weight, log_scale, bias, out = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
-        for_x, for_weight, for_plus, _, for_scale = ctx.needs_input_grad
+        for_x, for_weight, for_plus, _, for_scale, for_bias = ctx.needs_input_grad
         if out is not None:
             grad = torch.ops.aten.threshold_backward(grad, out, 0)
         sent = Sent(x, grad, weight, log_scale)
@@ -114,16 +125,20 @@ class _Conv3x3(torch.autograd.Function):
             grad_x = _sent_back(sent, parts)
         if parts is not None:
             (found,) = _weight_gradients(parts, sent)
-        return grad_x, found[0], grad if for_plus else None, None, found[1]
+        for_bias = _bias_gradient(grad, bias) if for_bias else None
+        return grad_x, found[0], grad if for_plus else None, None, found[1], for_bias
 
 
 class Unit(NamedTuple):
-    """The weights of a residual unit's two convolutions, and the logarithms of their scales, if both have some."""
+    """The weights of a residual unit's two convolutions, and the logarithms of their scales and biases, if both have
+    some."""
 
     first: Tensor
     second: Tensor
     first_scale: Tensor | None = None
     second_scale: Tensor | None = None
+    first_bias: Tensor | None = None
+    second_bias: Tensor | None = None
 
 
 def residuals(x: Tensor, units: Sequence[Unit], noise: float = 0.0) -> Tensor:
@@ -148,11 +163,14 @@ def _through(
 ) -> Tensor:
     """`kept`: is given what each unit reads and what is between its convolutions."""
     for i, unit in enumerate(units, 1):
-        inside = _convolved(x, unit.first, unit.first_scale, relu=True)
+        inside = _convolved(x, unit.first, unit.first_scale, bias=unit.first_bias, relu=True)
         if kept is not None:
             kept += x, inside
         seed = None if seeds is None or i == len(units) else seeds[i]
-        x = _convolved(inside, unit.second, unit.second_scale, plus=x, relu=True, seed=seed, noise=noise)
+        x = _convolved(
+            inside, unit.second, unit.second_scale,
+            bias=unit.second_bias, plus=x, relu=True, seed=seed, noise=noise,
+        )  # fmt: skip
     return x
 
 
@@ -177,15 +195,21 @@ class _Residuals(torch.autograd.Function):
             second = Sent(inside, grad, unit.second, unit.second_scale)
             parts = _parts(second, 2)
             first = Sent(x, _sent_back(second, parts[1], behind=True), unit.first, unit.first_scale)
+            bias_grads = [_bias_gradient(first.grad, unit.first_bias), _bias_gradient(grad, unit.second_bias)]
             seed = None if seeds is None or i == 0 else seeds[i]
             grad = _sent_back(first, parts[0], behind=i > 0, plus=grad, seed=seed, noise=ctx.noise)
             grads, scale_grads = zip(*_weight_gradients(parts, first, second), strict=True)
-            found = [*grads, *scale_grads, *found]
+            found = [*grads, *scale_grads, *bias_grads, *found]
         return grad, None, None, *found
 
 
 def _units(weights: Sequence[Any]) -> list[Unit]:
-    return [Unit(*weights[i : i + 4]) for i in range(0, len(weights), 4)]
+    size = len(Unit._fields)
+    return [Unit(*weights[i : i + size]) for i in range(0, len(weights), size)]
+
+
+def _bias_gradient(grad: Tensor, bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else grad.sum((0, 2, 3), dtype=torch.float32).to(bias.dtype)
 
 
 def _strides(weight: Tensor) -> tuple[int, int, int]:
@@ -198,6 +222,7 @@ def _convolved(
     weight: Tensor,
     log_scale: Tensor | None,
     *,
+    bias: Tensor | None = None,
     plus: Tensor | None = None,
     relu: bool = False,
     seed: Tensor | None = None,
@@ -207,7 +232,7 @@ def _convolved(
     behind: bool = False,
     parts: Tensor | None = None,
 ) -> Tensor:
-    """relu(x with the kernel, plus something), with `seed` times U(1 - noise, 1 + noise).
+    """relu(x with the kernel, plus its bias and something), with `seed` times U(1 - noise, 1 + noise).
 
     `turned`: with the kernel's transpose, which takes a gradient of the output to one of the input; for what was `read`
     `behind` a ReLU, to one of what the ReLU took. `parts` are given those of the weight's gradient.
@@ -221,7 +246,7 @@ def _convolved(
     cut = TILES[max(channels, size)].out
     times = _times(pixels, cut)
     _convolve[(triton.cdiv(pixels, cut.pixels * times),)](
-        x, weight, log_scale, plus, read, seed, out, parts, pixels, *strides, tap,
+        x, weight, log_scale, bias, plus, read, seed, out, parts, pixels, *strides, tap,
         HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, RELU=relu, BEHIND=behind,
         NOISE=0.0 if seed is None else noise, BLOCK=cut.pixels, TIMES=times, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
@@ -273,7 +298,7 @@ def _tap(
 
 @triton.jit
 def _convolve(
-    x, weight, log_scale, plus, read, seed, out, parts, pixels, in_stride, out_stride, tap_stride,
+    x, weight, log_scale, bias, plus, read, seed, out, parts, pixels, in_stride, out_stride, tap_stride,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr,
     RELU: tl.constexpr, BEHIND: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
@@ -311,6 +336,8 @@ def _convolve(
                 more += (tl.dot(tl.trans(before), seen, sums[tap]),)
         if parts is not None:
             sums = more
+        if bias is not None:
+            total += tl.load(bias + b)[None, :].to(tl.float32)
         if plus is not None:
             total += tl.load(plus + place, inside, 0.0).to(tl.float32)
         if BEHIND:

@@ -54,9 +54,9 @@ class Conv2d(nn.Conv2d):
 
     def _then(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
         weight, log_scale = self._scaled_weight()
-        found = _kernels("convolution", x, weight, plus, log_scale) if self.is_bare else None
+        found = _kernels("convolution", x, weight, plus, log_scale, self.bias) if self.is_simple else None
         if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
-            out: Tensor = found.conv3x3(x, weight, plus, relu, log_scale)
+            out: Tensor = found.conv3x3(x, weight, plus, relu, log_scale, self.bias)
             return out
         out = self._conv_forward(x, weight if log_scale is None else self.weight, self.bias)
         out = out if plus is None else out + plus
@@ -71,11 +71,10 @@ class Conv2d(nn.Conv2d):
         return self.weight, None
 
     @property
-    def is_bare(self) -> bool:
-        """Whether it is 3 × 3 without bias, stride or anything else."""
+    def is_simple(self) -> bool:
+        """Whether it is 3 × 3 without stride or anything else but a bias."""
         return (
-            self.bias is None
-            and self.kernel_size == (3, 3)
+            self.kernel_size == (3, 3)
             and self.stride == self.padding == self.dilation == (1, 1)
             and self.groups == 1
             and self.padding_mode == "zeros"
@@ -109,7 +108,7 @@ class Residual(nn.Module):
     def convolutions(self) -> list[Conv2d]:
         """Those of relu(conv(relu(conv(x))) + x), with noise in x for each element or none; [] if it is not that."""
         parts = (*self.branch, self.relu, self.first, self.skip)
-        kinds = [Conv2d if isinstance(part, Conv2d) and part.is_bare else type(part) for part in parts]
+        kinds = [Conv2d if isinstance(part, Conv2d) and part.is_simple else type(part) for part in parts]
         quiet = not isinstance(self.noise, InputNoise) or (self.noise_at == "unit" and self.noise.per == "element")
         if not quiet or kinds != [Conv2d, nn.ReLU, Conv2d, nn.ReLU, nn.Identity, nn.Identity]:
             return []
@@ -201,15 +200,17 @@ def _residuals(first: Residual, parts: list[nn.Module], x: Tensor) -> tuple[Tens
 
 
 def _unit(unit: Residual, x: Tensor) -> tuple[Tensor | None, ...] | None:
-    """Weights, and logarithms of their scales, of a unit that reads x; None if the kernels are not for it."""
+    """Weights, logarithms of their scales and biases of a unit that reads x; None if the kernels are not for it."""
     if not unit.convolutions or _listened_to([unit, *unit.children()]):
         return None
     (one, scale), (other, other_scale) = (conv._scaled_weight() for conv in unit.convolutions)
-    found = _kernels("convolution", x, one, other, scale, other_scale)
+    bias, other_bias = (conv.bias for conv in unit.convolutions)
+    found = _kernels("convolution", x, one, other, scale, other_scale, bias, other_bias)
     alike = (one.shape, one.stride(), scale is None) == (other.shape, other.stride(), other_scale is None)
     if found is None or not alike or not x.dtype == _precision(x, one) == _precision(x, other):
         return None
-    return (one, other, scale, other_scale) if found.fits(x, one) and found.fits(x, other) else None
+    weights = (one, other, scale, other_scale, bias, other_bias)
+    return weights if found.fits(x, one) and found.fits(x, other) else None
 
 
 def _is_pool(module: nn.Module | None) -> bool:
