@@ -195,11 +195,12 @@ def test_balance_moves_states_but_not_their_self_loops() -> None:
     assert report.norm_after < 0.2 * report.norm_before
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_enorm_in_training_keeps_the_function(kind: str) -> None:
+def test_enorm_in_training_keeps_the_function(kind: str, device: str) -> None:
     torch.manual_seed(0)
-    model = Recurrent(KINDS[kind](INPUT, UNITS, 2), "learned", "sequence").double()
-    x = torch.randn(STEPS, BATCH, 3, dtype=torch.float64)
+    model = Recurrent(KINDS[kind](INPUT, UNITS, 2), "learned", "sequence").to(device, torch.float64)
+    x = torch.randn(STEPS, BATCH, 3, dtype=torch.float64, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     enorm = equinorm.ENorm(model, optimizer, x, c=1.2)
     for _ in range(3):
