@@ -427,12 +427,13 @@ def bootstrap(values: Sequence[float], repeats: int = 5000) -> list[float]:
 def training_step(setting: Setting, device: torch.device) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
     """A model with its optimizer and an ordinary step: bfloat16 by autocast and channels_last on a GPU."""
     on_gpu = device.type == "cuda"
+    layout = torch.channels_last if on_gpu else torch.contiguous_format
     torch.manual_seed(0)
     shape = (3, setting.size, setting.size)
     model = models.build("resnet18", classes=setting.classes, in_shape=shape, width=setting.width)
-    model = model.to(device, memory_format=torch.channels_last)
+    model = model.to(device, memory_format=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x = torch.randn(setting.batch, *shape, device=device).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(setting.batch, *shape, device=device).contiguous(memory_format=layout)
     y = torch.randint(setting.classes, (setting.batch,), device=device)
 
     def step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
 import statistics
 import sys
@@ -110,14 +111,32 @@ def test_ruff2020_at_full_length_is_what_the_logs_say() -> None:
 
 
 def test_what_ruff2020_leaves_open_is_what_the_logs_say() -> None:
-    rows = rows_of("docs/mean-shift-rejection.md", "| | test | training | test loss |")
+    rows = rows_of("docs/mean-shift-rejection.md", "| 60 epochs | test | training | test loss |")
     assert [label for label, *_ in rows] == [row for row in ruff2020.VARIANTS if epochs_of("ruff2020/variants", row)]
     for label, *cells in rows:
-        ends = [epochs[-1] for epochs in epochs_of("ruff2020/variants", label)]
-        test, *others = cells
-        assert_printed(test, mean_and_spread([end["test_accuracy"] for end in ends]))
-        for cell, metric in zip(others, ("train_accuracy", "test_loss"), strict=True):
-            assert_printed(cell, [statistics.mean(end[metric] for end in ends)])
+        assert_outcome(cells, epochs_of("ruff2020/variants", label))
+
+
+def test_what_ruff2020_leaves_open_at_full_length_is_what_the_logs_say() -> None:
+    rows = rows_of("docs/mean-shift-rejection.md", "| 200 epochs | n | test | training | test loss |")
+    names = (ruff2020.BEST, *ruff2020.LONGER, ruff2020.BN)
+    for (_, n, *cells), name in zip(rows, names, strict=True):
+        runs = epochs_of("ruff2020/variants-long", name)
+        assert int(n) == len(runs)
+        assert_outcome(cells, runs)
+
+
+def assert_outcome(cells: Sequence[str], runs: list[list[dict[str, Any]]]) -> None:
+    """Test accuracy, training accuracy and test loss at the end, or the word that it diverged."""
+    ends = [epochs[-1] for epochs in runs]
+    test, *others = cells
+    if any(end["test_loss"] is None or math.isnan(end["test_loss"]) for end in ends):
+        assert "diverged" in test
+        assert not any(others)
+        return
+    assert_printed(test, mean_and_spread([end["test_accuracy"] for end in ends]))
+    for cell, metric in zip(others, ("train_accuracy", "test_loss"), strict=True):
+        assert_printed(cell, [statistics.mean(end[metric] for end in ends)])
 
 
 def test_steps_of_ruff2020_are_limited_where_the_docs_say() -> None:

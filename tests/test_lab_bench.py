@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from equinorm.cli import main
-from equinorm.lab import UserError
+from equinorm.lab import UserError, throughput
 from equinorm.lab.bench import balance, steps
 from equinorm.lab.bench.llama import Llama
 from equinorm.lab.bench.output import Timing
@@ -67,6 +70,27 @@ def test_a_part_writes_a_table_and_every_number(part: str, tmp_path: Path, capsy
     assert content["rows"]
     assert content["hardware"]
     assert "median" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_was_measured_before_a_failure_is_kept(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`bench lab` once lost fifteen networks because the sixteenth ran out of memory."""
+
+    def measure(name: str, *_: Any) -> Iterator[throughput.Speed]:
+        if name == "second":
+            raise error("no more")
+        yield throughput.Speed(name, 1, 2.0, 0.1, 3.0, 4.0, 5.0)
+
+    monkeypatch.setattr(throughput, "CASES", dict.fromkeys(("first", "second", "third"), throughput.CASES["FC-19"]))
+    monkeypatch.setattr(throughput, "measure", measure)
+    goes_on = error is torch.OutOfMemoryError
+    with nullcontext() if goes_on else pytest.raises(error):
+        run(("lab",), tmp_path, device="cpu")
+    rows = json.loads((tmp_path / "bench_lab_cpu.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == (["first", "third"] if goes_on else ["first"])
+    assert ("second is left out: no more" in capsys.readouterr().out) is goes_on
 
 
 def test_a_network_that_cannot_be_built_is_left_out_with_a_word(

@@ -13,6 +13,7 @@ from .data import DataSet, Split
 from .models import toy
 from .runs import Data, Method, Model, Optim, Run
 from .schedules import Constant
+from .trainer import make_room
 from .training import Inputs, Training
 
 __all__ = ["CASES", "Speed", "measure", "random_images", "smaller"]
@@ -92,6 +93,7 @@ def measure(
     for k in sorted(side_by_side):
         start = time.monotonic()
         while len(copies) < k:
+            make_room(inputs.device)
             copies.append(Training(replace(run, seed=len(copies)), inputs))
         _advance(copies, 2)
         set_up = (time.monotonic() - start) / k

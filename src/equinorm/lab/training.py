@@ -73,9 +73,9 @@ class Inputs:
 
     def __init__(self, data: DataSet, run: Run) -> None:
         spec = run.data
-        self.spec, self.classes, self.channels_last = spec, data.classes, run.precision == "bfloat16"
-        self.train, self.test_labels = data.train, data.test.labels
         device = data.train.images.device
+        self.spec, self.classes, self.channels_last = spec, data.classes, is_low(run.precision, device)
+        self.train, self.test_labels = data.train, data.test.labels
         self.mean, self.std = (torch.tensor(x, device=device) for x in (spec.mean or data.mean, spec.std or data.std))
         fixed = not (spec.crop or spec.padding or spec.flip or spec.scale)
         self.prepared = self.seen(data.train.images, training=False) if fixed else None
@@ -118,7 +118,7 @@ class Streamed:
         spec = run.data
         self.folder, self.spec, self.device = folder, spec, device
         self.workers = min(8, (os.cpu_count() or 1) - 1) if workers is None else workers
-        self.classes, self.channels_last = len(folder.classes), run.precision == "bfloat16"
+        self.classes, self.channels_last = len(folder.classes), is_low(run.precision, device)
         self.mean, self.std = (
             torch.tensor(x, device=device) for x in (spec.mean or folder.mean, spec.std or folder.std)
         )
@@ -151,6 +151,11 @@ class Streamed:
         return len(self.folder.test)
 
 
+def is_low(name: str, device: torch.device) -> bool:
+    """Whether this precision is a low one there, for which images lie in channels_last; a CPU's is float32."""
+    return name == "bfloat16" and device.type == "cuda"
+
+
 @contextmanager
 def precision(name: str, device: torch.device) -> Iterator[None]:
     """Matrix products in full float32, in TF32, or (autocast) in bfloat16; only CUDA knows the difference."""
@@ -160,10 +165,9 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
     matmul.allow_tf32 = cudnn.allow_tf32 = name == "tf32"
     cudnn.deterministic, cudnn.benchmark = True, False
-    low = name == "bfloat16" and device.type == "cuda"
     # no cache of cast weights: a replayed graph must cast them again
     casting: AbstractContextManager[Any] = (
-        torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if low else nullcontext()
+        torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if is_low(name, device) else nullcontext()
     )
     try:
         with casting:
@@ -204,7 +208,7 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
         torch.manual_seed(mixed_seed(run.seed, 0))
         model = models.build(run.model.name, classes=inputs.classes, in_shape=inputs.shape, **run.model.options)
     model = model.to(device)
-    if run.precision == "bfloat16":
+    if inputs.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     examples = inputs.examples(500)
     models.initialise_from_data(model, examples)

@@ -88,6 +88,16 @@ class _Bench:
         with terminal.status("") as line:
             yield lambda text: line.update(text)
 
+    @contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """What cannot be measured here is left out, with a word."""
+        try:
+            with self.status() as say:
+                say(name)
+                yield
+        except (UserError, torch.OutOfMemoryError) as error:  # torchvision is not installed, say
+            self.console.print(f"{name} is left out: {error}", highlight=False, markup=False)
+
     @property
     def suffix(self) -> str:
         return "_gpu" if self.device.type == "cuda" else "_cpu"
@@ -132,34 +142,33 @@ def _balance(bench: _Bench) -> None:
     rows = []
     small = [name for name in balance.NETWORKS if " x " in name]
     names = [name for name in (small if bench.quick else balance.NETWORKS) if bench.wanted(name)]
-    for name in names:
-        with bench.status() as say, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            say(name)
-            try:
+    try:
+        for name in names:
+            with bench.trying(name), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 rows.append(balance.measure(name, bench.repeats, 1.0 if bench.quick else 60.0))
-            except UserError as error:  # torchvision is not installed, say
-                bench.console.print(f"{name} is left out: {error}", highlight=False, markup=False)
-    if rows:
-        text = show([balance.table_of(rows)], bench.console, width=170)
-        bench.written += save(bench.out, "bench_balance", text, rows, bench.about_cpu)
+    finally:  # an interrupt loses nothing
+        if rows:
+            text = show([balance.table_of(rows)], bench.console, width=170)
+            bench.written += save(bench.out, "bench_balance", text, rows, bench.about_cpu)
 
 
 def _lab(bench: _Bench) -> None:
     gpu = bench.device.type == "cuda"
     data = throughput.random_images(bench.device, 50_000 if gpu else 512)
     found: list[throughput.Speed] = []
-    for name, run_ in throughput.CASES.items():
-        if not bench.wanted(name):
-            continue
-        with bench.status() as say:
-            say(name)
-            chosen = run_ if gpu and not bench.quick else throughput.smaller(run_)
-            together = (1, 4, 8) if gpu else (1, 2)
-            found += throughput.measure(name, chosen, data, together, 40 if gpu else 2, 5 if gpu else 2)
-    if found:
-        text = show([_speeds(found)], bench.console)
-        bench.written += save(bench.out, f"bench_lab{bench.suffix}", text, found, bench.about)
+    try:
+        for name, run_ in throughput.CASES.items():
+            if not bench.wanted(name):
+                continue
+            with bench.trying(name):
+                chosen = run_ if gpu and not bench.quick else throughput.smaller(run_)
+                together = (1, 4, 8) if gpu else (1, 2)
+                found += throughput.measure(name, chosen, data, together, 40 if gpu else 2, 5 if gpu else 2)
+    finally:
+        if found:
+            text = show([_speeds(found)], bench.console)
+            bench.written += save(bench.out, f"bench_lab{bench.suffix}", text, found, bench.about)
 
 
 def _speeds(found: list[throughput.Speed]) -> Table:
