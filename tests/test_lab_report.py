@@ -622,6 +622,17 @@ def test_values_far_below_in_one_column_stand_above_each_other() -> None:
     assert len(set(heights)) == 2
 
 
+def test_a_row_far_below_does_not_flatten_the_others() -> None:
+    cells = tuple(Cell(f"try {i}", "CIFAR-10", seeds(run_of("BN", i), 1)) for i in range(7))
+    artifact = Artifact("fake/x", "x", "x", "x", cells)
+    records = {c.runs[0].key: record_of(c.runs[0], 10.0 if i == 3 else 93.0 + 0.1 * i) for i, c in enumerate(cells)}
+    result = evaluate(artifact, records)
+    made = figures.draw(result)
+    assert made is not None
+    assert made.axes[0].get_xlim()[0] > 92
+    assert "← 10" in drawn(result)
+
+
 METHODS = ["Baseline", "BN", "BatchNorm", "ENorm", "ENorm-1.2", "lr = 0.1", "lr = 0.4", "x", "ENorm + BN", "GN",
            "ENorm + bias, safe", "ENorm + bias, plain", "CZMIG"]  # fmt: skip
 

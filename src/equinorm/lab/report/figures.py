@@ -146,15 +146,15 @@ def _moved(where: Sequence[float], scale: str, part: float) -> list[float]:
     return [x + part * min((b - a for a, b in pairwise(where)), default=1.0) for x in where]
 
 
-def _floor(values: Sequence[float]) -> float | None:
-    """Where the axis may be cut: above a few values that lie so low that they would flatten all others."""
+def _cut(values: Sequence[float]) -> float:
+    """Where the axis may be cut: above a few values that lie so low that they would flatten all others; -∞: nowhere."""
     ordered = sorted(values)
     if len(ordered) < 6 or ordered[0] == ordered[-1]:
-        return None
+        return -math.inf
     gaps = [b - a for a, b in pairwise(ordered)]
     below = gaps.index(max(gaps)) + 1
     if max(gaps) < 0.6 * (ordered[-1] - ordered[0]) or below > len(ordered) / 3:
-        return None
+        return -math.inf
     return ordered[below] - 0.08 * (ordered[-1] - ordered[below])
 
 
@@ -166,8 +166,7 @@ def _lines(result: Result) -> Figure:
     shown = [number for number in result.numbers if number.was_run]
     chosen = looks(result.rows)
     drawn = {row: chosen[row] for row in result.rows if any(number.cell.row == row for number in shown)}
-    floor = _floor([number.value for number in shown if number.values])
-    cut = -math.inf if floor is None else floor
+    cut = _cut([number.value for number in shown if number.values])
     lost: list[tuple[float, Look, Number]] = []
     low: list[tuple[float, Look, Number]] = []
     for i, (row, look) in enumerate(drawn.items()):
@@ -183,9 +182,9 @@ def _lines(result: Result) -> Figure:
             axes.plot(*zip(*papers, strict=True), color=look.colour, marker=look.marker, linestyle="", markersize=9,
                       markerfacecolor="none", markeredgewidth=1.2, alpha=0.9)  # fmt: skip
         lost += [(x, look, number) for x, number in cells if number.diverged]
-    if floor is not None:
+    if low:
         most = max(Counter(number.cell.column for *_, number in low).values())
-        axes.set_ylim(bottom=floor - 0.04 * most * (axes.get_ylim()[1] - floor))  # room for what is noted there
+        axes.set_ylim(bottom=cut - 0.04 * most * (axes.get_ylim()[1] - cut))  # room for what is noted there
     _note_low(axes, low)
     _mark_diverged(axes, lost)
     axes.set_xticks(where, result.columns, rotation=0 if sum(map(len, result.columns)) < 70 else 25)
@@ -391,10 +390,13 @@ def _dots(result: Result) -> Figure:
     chosen = looks(result.rows)
     values = [[v for n in shown if n.cell.column == column for v in _seen(n)] for column in columns]
     for axes, column, own, limits in zip(panels, columns, values, _common_limits(values), strict=True):
+        ours = [number.value for number in shown if number.cell.column == column and number.values]
+        cut = _cut(ours) if limits is None else -math.inf
+        own = [v for v in own if v >= cut]
         for y, row in enumerate(rows):
             number = result.by_cell.get((row, column))
             if number is not None:
-                _one_dot(axes, y, number, chosen[row])
+                _one_dot(axes, y, number, chosen[row], cut)
         positive = [v for v in own if v > 0]
         if positive and max(positive) > 50 * min(positive):
             axes.set_xscale("log")
@@ -414,9 +416,9 @@ def _dots(result: Result) -> Figure:
         finish(axes)
         axes.grid(axis="x", color="0.9", linewidth=0.8)
     name = f"ours: {_caption(result, shown)}" if result.records else "ours: computed"
-    ours = Line2D([], [], color=GREY, marker="o", linestyle="-" if result.records else "", label=name)
+    dot = Line2D([], [], color=GREY, marker="o", linestyle="-" if result.records else "", label=name)
     papers = [_paper_handle("the paper")] * any(_paper(number) is not None for number in shown)
-    _legend(made, [ours, *papers, *[_diverged_handle()] * any(number.diverged for number in shown)])
+    _legend(made, [dot, *papers, *[_diverged_handle()] * any(number.diverged for number in shown)])
     return made
 
 
@@ -440,8 +442,11 @@ def _common_limits(panels: Sequence[Sequence[float]]) -> list[tuple[float, float
     return [None] * len(panels)
 
 
-def _one_dot(axes: Any, y: int, number: Number, look: Look) -> None:
-    if number.values:
+def _one_dot(axes: Any, y: int, number: Number, look: Look, cut: float) -> None:
+    if number.values and number.value < cut:
+        axes.annotate(f"← {number.value:.3g}", (0, y), (3, 0), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", fontsize=8, color=look.colour, va="center")  # fmt: skip
+    elif number.values:
         axes.plot([number.value], [y], "o", color=look.colour, markersize=6.5, zorder=4)
         if number.low_high is not None:
             axes.hlines(y, *number.low_high, color=look.colour, linewidth=1.8, zorder=3)
