@@ -125,13 +125,13 @@ class _Conv3x3(torch.autograd.Function):
             grad_x = _sent_back(sent, parts)
         if parts is not None:
             (found,) = _weight_gradients(parts, sent)
-        for_bias = _bias_gradient(grad, bias) if for_bias else None
-        return grad_x, found[0], grad if for_plus else None, None, found[1], for_bias
+        grad_bias = _bias_gradient(grad, bias) if for_bias else None
+        return grad_x, found[0], grad if for_plus else None, None, found[1], grad_bias
 
 
 class Unit(NamedTuple):
-    """The weights of a residual unit's two convolutions, and the logarithms of their scales and biases, if both have
-    some."""
+    """The weights of a residual unit's two convolutions, the logarithms of their scales, if both have some, and their
+    biases."""
 
     first: Tensor
     second: Tensor
