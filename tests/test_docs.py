@@ -119,7 +119,8 @@ def test_what_ruff2020_leaves_open_is_what_the_logs_say() -> None:
 
 def test_what_ruff2020_leaves_open_at_full_length_is_what_the_logs_say() -> None:
     rows = rows_of("docs/mean-shift-rejection.md", "| 200 epochs | n | test | training | test loss |")
-    names = (ruff2020.BEST, *ruff2020.LONGER, ruff2020.BN)
+    tried = [row for row in ruff2020.LONGER if epochs_of("ruff2020/variants-long", row)]
+    names = (ruff2020.BEST, *tried, ruff2020.BN)
     for (_, n, *cells), name in zip(rows, names, strict=True):
         runs = epochs_of("ruff2020/variants-long", name)
         assert int(n) == len(runs)

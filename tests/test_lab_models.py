@@ -167,6 +167,24 @@ def test_kinds_of_skips(name: str) -> None:
     assert counts == {"A": 0, "B": changes, "C": len(blocks)}
 
 
+def test_batchnorm_as_in_the_program_of_fixup() -> None:
+    """Blocks start as the identity, and a skip that changes its shape has a norm on what it takes over."""
+    net = tiny("resnet110", skips="A+norm", zero_last=True)
+    blocks = [m for m in net.modules() if isinstance(m, Residual)]
+    skips = [block.skip for block in blocks if not isinstance(block.skip, nn.Identity)]
+    assert len(skips) == 2
+    x = torch.rand(6, 4, 8, 8)
+    assert torch.equal(blocks[0](x), x)
+    every = x[:, :, ::2, ::2]
+    normed = (every - every.mean((0, 2, 3), keepdim=True)) / (every.var((0, 2, 3), False, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(skips[0](x), F.pad(normed, (0, 0, 0, 0, 2, 2)))
+    for options in ({"norm": "none"}, {"preact": True}):
+        with pytest.raises(ValueError, match="zero_last is for blocks that end in a norm"):
+            tiny("resnet110", zero_last=True, **options)
+    with pytest.raises(ValueError, match="skips have no norm"):
+        tiny("resnet110", skips="A+norm", preact=True)
+
+
 @pytest.mark.parametrize("name", RESIDUAL)
 def test_noise_is_at_the_input_of_every_block_while_training(name: str) -> None:
     """ruff2020, section 4.4."""

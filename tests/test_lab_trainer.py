@@ -137,10 +137,10 @@ def test_learning_rate_and_momentum_follow_the_schedule() -> None:
     assert seen[n][1] == expected[n][1]
 
 
-@pytest.mark.parametrize("norm_rate", [1.0, 0.1])
-def test_a_plain_loop_gives_the_same_weights(norm_rate: float) -> None:
+@pytest.mark.parametrize("rates", [{}, {"norm_rate": 0.1}, {"norm_rate": 0.5, "bias_rate": 0.2}])
+def test_a_plain_loop_gives_the_same_weights(rates: dict[str, float]) -> None:
     """The slow reference: the same batches, written out with torch alone."""
-    run = replace(BASE, optim=Optim(0.1, momentum=0.9, weight_decay=1e-3, schedule=Linear(), norm_rate=norm_rate))
+    run = replace(BASE, optim=Optim(0.1, momentum=0.9, weight_decay=1e-3, schedule=Linear(), **rates))
     data = inputs(run)
     training = Training(run, data)
     twin = Training(run, data).parts.model
@@ -151,7 +151,7 @@ def test_a_plain_loop_gives_the_same_weights(norm_rate: float) -> None:
         training.step()
         epoch, place = divmod(i, training.steps_per_epoch)
         index = training.order[place]
-        for group, part in zip(optimizer.param_groups, (1.0, norm_rate), strict=True):
+        for group, part in zip(optimizer.param_groups, (1.0, math.prod(rates.values())), strict=True):
             group["lr"] = part * 0.1 * (1 - (epoch + place / training.steps_per_epoch) / 2)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(twin(data.prepared[index]), data.train.labels[index]).backward()
@@ -286,7 +286,8 @@ def test_a_field_that_came_later_leaves_the_keys_of_older_runs_alone() -> None:
     assert "loss" not in plain
     assert "norm_rate" not in plain["optim"]
     assert replace(BASE, loss="cross_entropy").key == BASE.key
-    for other in (replace(BASE, loss="binary"), replace(BASE, optim=replace(BASE.optim, norm_rate=0.1))):
+    slow = [replace(BASE, optim=replace(BASE.optim, **rate)) for rate in ({"norm_rate": 0.1}, {"bias_rate": 0.1})]
+    for other in (replace(BASE, loss="binary"), *slow):
         assert other.key != BASE.key
         assert Run.from_dict(other.to_dict()) == other
 
@@ -338,7 +339,16 @@ def test_norms_decay_or_not() -> None:
         assert decays == {2: 1e-3, 1: expected}
 
 
-@pytest.mark.parametrize("optim", [Optim(0.01, momentum=0.9), Optim(0.01, norm_rate=0.1)])
+def test_offsets_can_be_slower_than_gains() -> None:
+    model = Model("resnet_cifar", {"depth": 8, "width": 4})
+    run = replace(BASE, data=Data("digits", {"channels": 3}), model=model, optim=Optim(0.5, bias_rate=0.1))
+    parts = Training(run, inputs(run)).parts
+    rates = {id(p): group["lr"] for group in parts.optimizer.param_groups for p in group["params"]}
+    for name, p in parts.model.named_parameters():
+        assert rates[id(p)] == pytest.approx(0.05 if name.endswith("bias") else 0.5), name
+
+
+@pytest.mark.parametrize("optim", [Optim(0.01, momentum=0.9), Optim(0.01, norm_rate=0.1), Optim(0.01, bias_rate=0.1)])
 def test_path_sgd_refuses_what_it_has_not(optim: Optim, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="path_sgd has no momentum and one learning rate"):
         train(replace(RUNS["path"], optim=optim), Store(tmp_path))

@@ -402,6 +402,30 @@ def test_every_optimizer_takes_the_step_done_by_hand(name: str, max_step: float 
     assert msr.limited == 0 or max_step == 1e-3
 
 
+@pytest.mark.parametrize("centre_luma", [False, True])
+@given(z=st.sampled_from([0.0, 0.6, 1.0]), seed=st.integers(0, 999))
+def test_luma_is_centred_if_asked_for(centre_luma: bool, z: float, seed: int) -> None:
+    """It is then as if LUMA stood in the loss; otherwise only the gradient of the loss loses its window means."""
+    torch.manual_seed(seed)
+    net = rejecting()
+    V = kernel(net.conv1)
+    with torch.no_grad():
+        V.copy_(torch.randn_like(V))  # not zero-mean, not of length 1
+    x = images()
+    optimizer = torch.optim.SGD(parameter_groups(net), lr=0.1)
+    msr = MeanShiftRejection(net, optimizer, z, luma=0.3, max_step=None, centre_luma=centre_luma)
+    net(x).square().mean().backward()
+    msr.adapt_gradients_()
+
+    loss = net(x).square().mean()
+    anchor = sum(0.3 * (one.square().sum().sqrt() - 1) ** 2 for one in V)
+    (centred,) = torch.autograd.grad(loss + anchor if centre_luma else loss, V)
+    expected = centred - z * centred.mean((2, 3), keepdim=True)
+    if not centre_luma:
+        expected += torch.autograd.grad(anchor, V)[0]
+    torch.testing.assert_close(V.grad, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("z", [1.0, 0.85, 0.0])
 def test_centred_gradients_keep_kernels_zero_mean(z: float) -> None:
     """With z = 1 SGD with momentum and LUMA never leaves the isocline; with less it does."""
@@ -565,7 +589,7 @@ def step(net: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
 def test_deepcopy_and_state_dict_of_the_whole(attached: bool) -> None:
     net = rejecting()
     optimizer = torch.optim.SGD(parameter_groups(net), lr=0.1, momentum=0.9)
-    msr = MeanShiftRejection(net, optimizer, z=0.5, luma=0.1, max_step=1e-3, bias_step=0.125)
+    msr = MeanShiftRejection(net, optimizer, z=0.5, luma=0.1, max_step=1e-3, bias_step=0.125, centre_luma=True)
     if attached:
         msr.attach()
     step(net, optimizer, images())

@@ -368,7 +368,8 @@ class MeanShiftRejection:
 
     1. ∇V loses z times its window mean (ruff2020, section 3.3), but for a first layer's. z = 0.85 is the paper's
        for residual networks, up to 1 for chains; 0 switches it off.
-    2. 2λ(‖V‖ - 1) V/‖V‖ is added to it (section 3.4); `luma` is λ.
+    2. 2λ(‖V‖ - 1) V/‖V‖ is added to it (section 3.4); `luma` is λ. With `centre_luma` it is added first, so that it
+       loses its window mean too; the paper does not say which.
     3. If lr · ‖∇V‖ / ‖V‖, all kernels taken as one vector, exceeds `max_step`, all gradients of the optimizer
        are scaled down by the one factor that makes them meet it. None: no limit, as in the paper.
 
@@ -392,6 +393,7 @@ class MeanShiftRejection:
         *,
         max_step: float | None = 0.01,
         bias_step: float | None = None,
+        centre_luma: bool = False,
     ) -> None:
         if luma < 0.0:
             raise ValueError(f"luma must not be negative, got {luma}")
@@ -411,7 +413,7 @@ class MeanShiftRejection:
             raise ValueError("the model has no spatial kernels whose gradients could be centred")
 
         self.model, self.optimizer = model, optimizer
-        self.z, self.luma, self.max_step = z, luma, max_step
+        self.z, self.luma, self.centre_luma, self.max_step = z, luma, centre_luma, max_step
         self._exclude_first = exclude_first
         self._kernels: dict[int, Tensor] = {}
         self._uncentred: set[int] = set()
@@ -476,15 +478,18 @@ class MeanShiftRejection:
 
     def _adapt_plain_(self, scaled: list[tuple[Tensor, int]], gradients: list[Tensor]) -> None:
         groups, scale = self.optimizer.param_groups, self._grad_scale()
-        centre_gradients_([V for V, _ in scaled if id(V) not in self._uncentred], self.z)
         steps, lengths = [], []
         for V, number in scaled:
             assert V.grad is not None
             exact = V.to(torch.promote_types(V.dtype, torch.float32))  # ‖V‖ - 1 is lost in half precision
-            norm = filter_norm(exact)
+            norm, z = filter_norm(exact), 0.0 if id(V) in self._uncentred else self.z
+            if not self.centre_luma:
+                centre_gradients_([V], z)
             if self.luma > 0.0:
                 luma = -self.luma if groups[number].get("maximize", False) else self.luma
                 V.grad.addcmul_(exact, _luma_pull(norm, luma if scale is None else luma * scale))
+            if self.centre_luma:
+                centre_gradients_([V], z)
             steps.append(groups[number]["lr"] * torch.linalg.vector_norm(V.grad, dtype=exact.dtype))
             lengths.append(torch.linalg.vector_norm(norm))
         if self.max_step is None:
@@ -512,7 +517,7 @@ class MeanShiftRejection:
         key += [(gradient.dtype, gradient.numel()) for gradient in gradients]
         if key != self._adapter_key:
             self._adapter, self._adapter_key = found.GradientAdapter(all_kernels, gradients), key
-        self._adapter.adapt_(self.z, self.luma, scale)
+        self._adapter.adapt_(self.z, self.luma, scale, self.centre_luma)
         if self.max_step is not None:
             rates = [group["lr"] for group in groups]
             limited = self._limited_count(gradients[0].device)
@@ -583,6 +588,7 @@ class MeanShiftRejection:
         return {
             "z": self.z,
             "luma": self.luma,
+            "centre_luma": self.centre_luma,
             "max_step": self.max_step,
             "bias_step": self.bias_step,
             "steps": self.steps,
@@ -593,6 +599,7 @@ class MeanShiftRejection:
         """Take over what `state_dict` gave."""
         for key in ("z", "luma", "max_step", "bias_step", "steps"):
             setattr(self, key, state[key])
+        self.centre_luma = state.get("centre_luma", False)
         if isinstance(self._limited, Tensor):  # captured steps count in it
             self._limited.fill_(state["limited"])
         else:

@@ -179,11 +179,13 @@ def _adapt(
     KERNEL: tl.constexpr,
     GRADIENT: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    CENTRE_LUMA: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One filter: ∇V less z times its window means, plus LUMA; squares of ∇V and V summed for the limit."""
+    """One filter: ∇V less z times its window means, plus LUMA, or the other way round; squares of ∇V and V summed for
+    the limit."""
     program = tl.program_id(0)
     owner = tl.load(owners + program)
     inputs = tl.load(channels + owner)
@@ -212,7 +214,11 @@ def _adapt(
         there = t[:, None] * inputs + c[None, :] if CHANNELS_LAST else t[:, None] + c[None, :] * window
         g = tl.load(grad + there, inside, 0.0).to(tl.float32)
         v = tl.load(V + there, inside, 0.0).to(tl.float32)
-        g = g - (z / window) * tl.sum(g, 0)[None, :] + pull * v
+        if CENTRE_LUMA:
+            g = g + pull * v
+            g = g - (z / window) * tl.sum(g, 0)[None, :]
+        else:
+            g = g - (z / window) * tl.sum(g, 0)[None, :] + pull * v
         # what is stored is what the optimizer sees
         g = tl.where(inside, g, 0.0).to(GRADIENT)
         tl.store(grad + there, g, inside)
@@ -363,8 +369,9 @@ class GradientAdapter:
             places = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
             self.scaling.append(_Scaling(gradients, places))
 
-    def adapt_(self, z: float, luma: float, grad_scale: Tensor | None) -> None:
-        """∇V ← ∇V - z · window means + 2λ(‖V‖ - 1) V/‖V‖, the last times the scale of the gradients."""
+    def adapt_(self, z: float, luma: float, grad_scale: Tensor | None, centre_luma: bool = False) -> None:
+        """∇V ← ∇V - z · window means + 2λ(‖V‖ - 1) V/‖V‖, the last times the scale of the gradients and, with
+        `centre_luma`, less its window means too."""
         with on_device(self.device):
             for launch in self.adapting:
                 gradients = [_gradient(V) for V in launch.V]
@@ -385,6 +392,7 @@ class GradientAdapter:
                     KERNEL=_DTYPES[launch.V[0].dtype],
                     GRADIENT=_DTYPES[gradients[0].dtype],
                     CHANNELS_LAST=launch.channels_last,
+                    CENTRE_LUMA=centre_luma,
                     BLOCK=TILE,
                     BLOCK_T=block_t,
                     BLOCK_C=max(1, TILE // block_t),

@@ -72,6 +72,7 @@ class Optim:
     schedule: Schedule = field(default_factory=Linear)
     name: str = "sgd"  # or "adam"
     norm_rate: float = field(default=1.0, metadata=LATER)  # of gains, offsets and biases, over that of the weights
+    bias_rate: float = field(default=1.0, metadata=LATER)  # of offsets and biases, besides
 
 
 @dataclass(frozen=True)

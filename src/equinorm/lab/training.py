@@ -34,7 +34,7 @@ from . import models
 from .data import DataSet, augment, draw_lambda, mixed_loss
 from .data.folder import SIZE, ImageFolder, stream
 from .models.fused import fused_kernels
-from .runs import Run
+from .runs import Optim, Run
 
 __all__ = ["LOSSES", "Inputs", "Streamed", "Training", "precision"]
 
@@ -215,8 +215,10 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
     example = examples[:2]
     name, options = run.method.name, dict(run.method.options)
     if name == "path_sgd":
-        if run.optim.momentum or run.optim.norm_rate != 1:
-            raise ValueError("path_sgd has no momentum and one learning rate: momentum must be 0 and norm_rate 1")
+        if run.optim.momentum or run.optim.norm_rate != 1 or run.optim.bias_rate != 1:
+            raise ValueError(
+                "path_sgd has no momentum and one learning rate: momentum must be 0, norm_rate and bias_rate 1"
+            )
         rate: Any = torch.tensor(run.optim.lr, device=device)
         return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
     symmetry = symmetry_of(run, model, example, options) if "enorm" in name else None
@@ -258,14 +260,9 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
     if any(True for _ in scaled_kernels(model)):
         groups = parameter_groups(model, decay)
     elif not spec.decay_norms:
-        weights, norms = by_kind(model.parameters())
-        groups = [{"params": weights, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
-    if spec.norm_rate != 1:
-        groups = [
-            {**group, "params": kind, "part": part}
-            for group in groups
-            for kind, part in zip(by_kind(group["params"]), (1.0, spec.norm_rate), strict=True)
-        ]
+        kinds = [[p for p in model.parameters() if of_outputs(p) == norms] for norms in (False, True)]
+        groups = [{"params": kind, "weight_decay": d} for kind, d in zip(kinds, (decay, 0.0), strict=True)]
+    groups = [{**group, **slower} for group in groups for slower in by_rate(group["params"], spec, model)]
     if penalty is not None:
         groups.append({"params": list(penalty.parameters()), "weight_decay": 0.0})
     on_gpu = device.type == "cuda"
@@ -282,12 +279,19 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
     return torch.optim.SGD(filled, lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind)
 
 
-def by_kind(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Weights, and what has one number for each output: gains, offsets and biases, e^g of mean shift rejection too."""
-    kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for parameter in parameters:
-        kinds[parameter.numel() == (len(parameter) if parameter.ndim else 1)].append(parameter)
-    return kinds
+def by_rate(parameters: Iterable[nn.Parameter], spec: Optim, model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of parameters that learn equally fast."""
+    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
+    groups: dict[float, list[nn.Parameter]] = {}
+    for p in parameters:
+        part = (spec.norm_rate if of_outputs(p) else 1.0) * (spec.bias_rate if id(p) in biases else 1.0)
+        groups.setdefault(part, []).append(p)
+    return [{"params": several, "part": part} for part, several in groups.items()]
+
+
+def of_outputs(parameter: nn.Parameter) -> bool:
+    """Whether it has one number for each output, as gains, offsets and biases, e^g of mean shift rejection too."""
+    return parameter.numel() == (len(parameter) if parameter.ndim else 1)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 Skips are those of He et al. 2015, section 4.1. "A": the identity, zeros in new channels; "B": a learned 1×1 convolution
 where the shape changes, the identity elsewhere; "C": a learned 1×1 convolution everywhere, which is what stock2019
-(section 4) needs. A learned skip has the same norm as the branch beside it.
+(section 4) needs. A learned skip has the same norm as the branch beside it. "A+norm": A with a norm on what it takes
+over where the shape changes, as BatchNorm has it in the program of Zhang et al. 2019 (Fixup).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,6 +69,9 @@ def bottleneck(make: Layers, a: int, width: int, stride: int, preact: bool) -> t
 
 def _skip(make: Layers, a: int, b: int, stride: int, skips: str, preact: bool) -> nn.Module:
     same = a == b and stride == 1
+    if skips == "A+norm" and not same:
+        pixels, zeros = ZeroPaddedSkip(a, a, stride), ZeroPaddedSkip(a, b, 1)
+        return named(pixels=pixels, norm=make.norm(a), zeros=zeros)
     if skips == "C" or (skips == "B" and not same):
         conv = make.conv(a, b, 1, stride, role="linear")
         return named(conv=conv, norm=nn.Identity() if preact else make.norm(b))
@@ -106,10 +110,15 @@ def residual_net(
     noise_per: str = "element",
     preact: bool = False,
     last_activation: bool = False,
+    zero_last: bool = False,
 ) -> Chain:
     """A stem, a stage of blocks for each of `widths`, each but the first halving the image, and a classifier."""
-    if skips not in ("A", "B", "C"):
-        raise ValueError(f'skips is "A", "B" or "C", got {skips!r}')
+    if skips not in ("A", "A+norm", "B", "C"):
+        raise ValueError(f'skips is "A", "A+norm", "B" or "C", got {skips!r}')
+    if preact and skips == "A+norm":
+        raise ValueError('with the activation first, skips have no norm: skips="A"')
+    if zero_last and (preact or make.activation is None):
+        raise ValueError("zero_last is for blocks that end in a norm of activations, whose gain it sets to 0")
     if noise_at not in ("unit", "branch"):
         raise ValueError(f'noise_at is "unit" or "branch", got {noise_at!r}')
     if len(blocks) != len(widths) or min(blocks) < 1:
@@ -122,6 +131,8 @@ def residual_net(
             stride = 2 if stage and not i else 1
             first = named(norm=make.norm(a), relu=make.relu(a)) if preact else None
             inside, b = branch(make, a, width, stride, preact)
+            if zero_last:
+                nn.init.zeros_(cast(Tensor, inside[-1].weight))
             skip = _skip(make, a, b, stride, skips, preact)
             noisy = InputNoise(noise, noise_per) if noise else nn.Identity()
             relu = None if preact else make.relu(b)
@@ -226,6 +237,7 @@ def resnet_cifar(
     noise_at: str = "unit",
     noise_per: str = "element",
     preact: bool = False,
+    zero_last: bool = False,
 ) -> Chain:
     """The ResNets of He et al. 2015 for CIFAR: depth 6n + 2, stages of `width`, twice and four times as many channels.
 
@@ -235,7 +247,7 @@ def resnet_cifar(
 
     `noise`: the amplitude of `InputNoise` at each residual unit, at what the whole unit or only its branch reads, per
     element, channel or example. `preact`: norm and ReLU come first in each unit, and once more behind the last (He et
-    al. 2016).
+    al. 2016). `zero_last`: the gain of the last norm in each branch starts at 0 (Goyal et al. 2017).
     """
     n, rest = divmod(depth - 2, 6)
     if rest or n < 1:
@@ -243,7 +255,7 @@ def resnet_cifar(
     return residual_net(
         make, in_shape, classes, blocks=(n, n, n), widths=(width, 2 * width, 4 * width), first_width=width,
         branch=basic, skips=skips, stem="cifar", noise=noise, noise_at=noise_at, noise_per=noise_per,
-        preact=preact, last_activation=preact,
+        preact=preact, last_activation=preact, zero_last=zero_last,
     )  # fmt: skip
 
 
