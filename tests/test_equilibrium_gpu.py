@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -282,15 +283,19 @@ def equinorm_training() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
 
 
-def msr_training() -> tuple[nn.Module, torch.optim.Optimizer]:
+def msr_training(centre_luma: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net(nn.Conv2d)
     apply_mean_shift_rejection_(model)
     optimizer = torch.optim.SGD(parameter_groups(model), lr=0.3, momentum=0.9, fused=True)
-    MeanShiftRejection(model, optimizer, luma=0.05, max_step=0.02).attach()
+    MeanShiftRejection(model, optimizer, luma=0.05, max_step=0.02, centre_luma=centre_luma).attach()
     return model, optimizer
 
 
-TRAININGS = {"equinorm": equinorm_training, "msr": msr_training}
+TRAININGS = {
+    "equinorm": equinorm_training,
+    "msr": msr_training,
+    "msr, LUMA centred": partial(msr_training, centre_luma=True),
+}
 each_training = pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 
 

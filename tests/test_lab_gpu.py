@@ -41,6 +41,11 @@ RUNS = {
         model=Model("resnet_cifar", {"depth": 8, "width": 8, "norm": "equinorm"}),
         record=("fresh_statistics",),
     ),
+    "zero gains, norms on skips, slow offsets": replace(
+        CONV,
+        model=Model("resnet_cifar", {"depth": 14, "width": 16, "skips": "A+norm", "zero_last": True}),
+        optim=replace(CONV.optim, bias_rate=0.1),
+    ),
     "activation first": replace(CONV, model=Model("resnet_cifar", {"depth": 8, "width": 8, "preact": True})),
     "msr": replace(
         CONV,
