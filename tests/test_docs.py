@@ -151,11 +151,38 @@ def test_steps_of_ruff2020_are_limited_where_the_docs_say() -> None:
 
 def test_ruff2020_in_the_readme_is_what_the_logs_say() -> None:
     names = (ruff2020.BN, ruff2020.BEST, ruff2020.Z98, ruff2020.SILENT, ruff2020.CZMI_NOISE, ruff2020.CZMI_04)
-    for (_, paper, test, n), name in zip(rows_of("README.md", "| | paper (n = 8) | ours | n |"), names, strict=True):
-        runs = epochs_of("ruff2020/table1", name)
-        assert int(n) == len(runs)
+    for (_, paper, *ours), name in zip(rows_of("README.md", "| | paper (n = 8) | ours | n |"), names, strict=True):
         assert_printed(paper, (ruff2020.PRINTED[name].accuracy, ruff2020.PRINTED[name].spread))
+        assert_both_readings(ours, name)
+
+
+def assert_both_readings(cells: Sequence[str], name: str) -> None:
+    """Test accuracy and n in table 1, and with LUMA in the loss where that is something else and was run."""
+    for i, artifact in enumerate(("ruff2020/table1", "ruff2020/table1-loss")):
+        runs = [] if i and name not in ruff2020.CENTRED_IN_PART else epochs_of(artifact, name)
+        test, n = cells[2 * i : 2 * i + 2]
+        assert n == (str(len(runs)) if runs else "")
+        if runs:
+            assert_printed(test, mean_and_spread([epochs[-1]["test_accuracy"] for epochs in runs]))
+
+
+def test_luma_in_the_loss_is_what_the_logs_say() -> None:
+    rows = rows_of("docs/mean-shift-rejection.md", "| 200 epochs, lr 0.4, noise 0.1 | paper |")
+    for (_, paper, *ours), name in zip(rows, (ruff2020.BEST, ruff2020.Z98), strict=True):
+        assert_printed(paper, (ruff2020.PRINTED[name].accuracy, ruff2020.PRINTED[name].spread))
+        assert_both_readings(ours, name)
+
+
+def test_how_batchnorm_starts_is_what_the_logs_say() -> None:
+    _, *rows = rows_of("docs/mean-shift-rejection.md", "| BatchNorm | n | test | falls between epochs 110 and 150 |")
+    for (_, n, test, fall, length, lost), name in zip(rows, (ruff2020.BN, ruff2020.BN_FIXUP), strict=True):
+        runs = epochs_of("ruff2020/deflation", name)
+        assert int(n) == len(runs)
         assert_printed(test, mean_and_spread([epochs[-1]["test_accuracy"] for epochs in runs]))
+        falls = [epochs[109]["test_accuracy"] - epochs[149]["test_accuracy"] for epochs in runs]
+        assert_printed(fall, [statistics.mean(falls)])
+        assert_printed(length, [statistics.mean(epochs[99]["filters"]["mean"] for epochs in runs)])
+        assert_printed(lost, [statistics.mean(epochs[-1]["filters"]["deflated"] for epochs in runs)])
 
 
 def test_what_defazio2018_leaves_open_is_what_the_logs_say() -> None:

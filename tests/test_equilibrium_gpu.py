@@ -283,7 +283,7 @@ def equinorm_training() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
 
 
-def msr_training(centre_luma: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+def msr_training(centre_luma: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net(nn.Conv2d)
     apply_mean_shift_rejection_(model)
     optimizer = torch.optim.SGD(parameter_groups(model), lr=0.3, momentum=0.9, fused=True)
@@ -294,7 +294,7 @@ def msr_training(centre_luma: bool = False) -> tuple[nn.Module, torch.optim.Opti
 TRAININGS = {
     "equinorm": equinorm_training,
     "msr": msr_training,
-    "msr, LUMA centred": partial(msr_training, centre_luma=True),
+    "msr, LUMA not centred": partial(msr_training, centre_luma=False),
 }
 each_training = pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 

@@ -242,7 +242,7 @@ def test_addresses_may_change() -> None:
     for _ in range(3):
         V.grad = torch.randn_like(V)
         expected = V.grad - V.grad.mean((2, 3), keepdim=True)
-        adapter.adapt_(1.0, 0.0, None)
+        adapter.adapt_(1.0, 0.0, None, True)
         torch.testing.assert_close(V.grad, expected)
     launch = adapter.adapting[0]
     assert launch.addresses([V, V.grad]) is launch.pointers.values
@@ -256,7 +256,7 @@ def test_not_a_number_reaches_every_gradient() -> None:
     other = torch.ones(4)
     limited = torch.zeros(())
     adapter = fused.GradientAdapter([fused.Kernel(V, 0, 1.0)], [V.grad, other])
-    adapter.adapt_(0.85, 0.1, None)
+    adapter.adapt_(0.85, 0.1, None, True)
     adapter.limit_([V.grad, other], 0.01, [0.1], None, limited)
     assert other.isnan().all()
     assert limited == 0

@@ -95,9 +95,25 @@ def test_figures_share_their_runs_with_tables() -> None:
     assert keys("defazio2018/figure2") == keys("defazio2018/quarter")
     for i in range(1, 6):
         assert keys(f"ruff2020/figure{i}") < keys("ruff2020/table1")
-    assert keys("ruff2020/deflation") == keys("ruff2020/figure5") == keys("ruff2020/effective-rate")
+    assert keys("ruff2020/deflation") == keys("ruff2020/effective-rate")
+    assert keys("ruff2020/figure5") < keys("ruff2020/deflation") < keys("ruff2020/variants-long")
     shared = [cell for cell in find("stock2019/figure8").cells if cell.row in ("Baseline", "ENorm-1.2")]
     assert {run.key for cell in shared for run in cell.runs} < keys("stock2019/figure4")
+
+
+def test_luma_is_centred_where_that_is_something_else() -> None:
+    """ruff2020: without centring, or with z = 1, where window means stay zero, it is what it is in table 1."""
+    pairs = zip(find("ruff2020/table1").cells, find("ruff2020/table1-loss").cells, strict=True)
+    others = [(one, other) for one, other in pairs if one != other]
+    assert [one.row.partition(", noise")[0] for one, _ in others] == [
+        f"CZMIG lr {rate}"
+        for rate in ("0.4, zmg 0.85", "0.4, zmg 0.98", "0.4, zmg 0.85", "0.2, zmg 0.85", "0.1, zmg 0.85")
+    ]
+    for one, other in others:
+        assert (one.row, one.paper, one.paper_spread) == (other.row, other.paper, other.paper_spread)
+        for run, centred in zip(one.runs, other.runs, strict=True):
+            options = {**run.method.options, "centre_luma": True}
+            assert centred == replace(run, method=replace(run.method, options=options))
 
 
 def test_xavier_and_he_are_not_mixed_up() -> None:

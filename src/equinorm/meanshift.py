@@ -366,10 +366,10 @@ class MeanShiftRejection:
 
     Before every step, with V the kernels of `apply_mean_shift_rejection_`:
 
-    1. ∇V loses z times its window mean (ruff2020, section 3.3), but for a first layer's. z = 0.85 is the paper's
-       for residual networks, up to 1 for chains; 0 switches it off.
-    2. 2λ(‖V‖ - 1) V/‖V‖ is added to it (section 3.4); `luma` is λ. With `centre_luma` it is added first, so that it
-       loses its window mean too; the paper does not say which.
+    1. 2λ(‖V‖ - 1) V/‖V‖ is added to ∇V (ruff2020, section 3.4); `luma` is λ.
+    2. ∇V loses z times its window mean (section 3.3), but for a first layer's. z = 0.85 is the paper's for residual
+       networks, up to 1 for chains; 0 switches it off. With `centre_luma=False` this comes before 1: LUMA then holds
+       window means back with all its force, and the loss moves them with 1 - z of its own.
     3. If lr · ‖∇V‖ / ‖V‖, all kernels taken as one vector, exceeds `max_step`, all gradients of the optimizer
        are scaled down by the one factor that makes them meet it. None: no limit, as in the paper.
 
@@ -393,7 +393,7 @@ class MeanShiftRejection:
         *,
         max_step: float | None = 0.01,
         bias_step: float | None = None,
-        centre_luma: bool = False,
+        centre_luma: bool = True,
     ) -> None:
         if luma < 0.0:
             raise ValueError(f"luma must not be negative, got {luma}")
@@ -599,7 +599,7 @@ class MeanShiftRejection:
         """Take over what `state_dict` gave."""
         for key in ("z", "luma", "max_step", "bias_step", "steps"):
             setattr(self, key, state[key])
-        self.centre_luma = state.get("centre_luma", False)
+        self.centre_luma = state.get("centre_luma", False)  # which older states do not have
         if isinstance(self._limited, Tensor):  # captured steps count in it
             self._limited.fill_(state["limited"])
         else:

@@ -184,7 +184,7 @@ def _adapt(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One filter: ∇V less z times its window means, plus LUMA, or the other way round; squares of ∇V and V summed for
+    """One filter: ∇V plus LUMA, less z times its window means, or the other way round; squares of ∇V and V summed for
     the limit."""
     program = tl.program_id(0)
     owner = tl.load(owners + program)
@@ -369,9 +369,9 @@ class GradientAdapter:
             places = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
             self.scaling.append(_Scaling(gradients, places))
 
-    def adapt_(self, z: float, luma: float, grad_scale: Tensor | None, centre_luma: bool = False) -> None:
-        """∇V ← ∇V - z · window means + 2λ(‖V‖ - 1) V/‖V‖, the last times the scale of the gradients and, with
-        `centre_luma`, less its window means too."""
+    def adapt_(self, z: float, luma: float, grad_scale: Tensor | None, centre_luma: bool) -> None:
+        """∇V ← ∇V + 2λ(‖V‖ - 1) V/‖V‖, the second times the scale of the gradients, less z · window means of both or,
+        without `centre_luma`, of the first."""
         with on_device(self.device):
             for launch in self.adapting:
                 gradients = [_gradient(V) for V in launch.V]

@@ -124,6 +124,7 @@ ITEMS = (
     Item("table5-128", "stock2019/table5", IMPLICIT, ("128",), n=1, after="tuning-nv-implicit", note="no momentum"),
     Item("defazio-figure2", "defazio2018/figure2", note="WRN, 300 epochs, and the quarter-batch claim"),
     Item("ruff-others", "ruff2020/table1", rows=OTHERS, n=1, note="the other rows of table 1"),
+    Item("ruff-loss", "ruff2020/table1-loss", note="table 1 with LUMA as a part of the loss"),
     Item("ruff-long", "ruff2020/variants-long", note="what ruff2020 leaves open, at full length"),
     Item(
         "table3-variants",

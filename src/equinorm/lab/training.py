@@ -231,7 +231,8 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
         enorm.attach()
         return Parts(model, optimizer, enorm)
     if name == "msr":
-        rejection = MeanShiftRejection(model, optimizer, **options)
+        # the first runs were made without `centre_luma`, and do not say so
+        rejection = MeanShiftRejection(model, optimizer, **{"centre_luma": False, **options})
         rejection.attach()
         return Parts(model, optimizer, rejection)
     if name != "none":

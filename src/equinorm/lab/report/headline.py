@@ -45,6 +45,7 @@ _FIGURE_4 = {**_TABLE_3, "ENorm": "ENorm-1.2", "ENorm + BN": "ENorm-1.2 + BN"}
 _REPRO = {NO_NORM: "Baseline", BATCH_NORM: "BN", "ENorm": "ENorm", "ENorm + BN": "ENorm + BN"}
 _BOTH = {BATCH_NORM: "BN", "EquiNorm": "EquiNorm"}
 _WRN = {**_BOTH, "GroupNorm": "GN"}
+_TABLE_1 = _column(ruff2020.DATA, {BATCH_NORM: ruff2020.BN, "MSR": ruff2020.BEST})
 SETTINGS = (
     Setting("MLP-11, Xavier init", "stock2019/figure4", _column("11", _FIGURE_4), "11 hidden layers; ENorm: c = 1.2"),
     Setting("MLP-19, Xavier init", "stock2019/figure4", _column("19", _FIGURE_4)),
@@ -81,11 +82,15 @@ SETTINGS = (
         _column("CIFAR-10", {BATCH_NORM: "BN", "EquiNorm": defazio2018.QUARTER}),
         "no mixup; EquiNorm: a quarter of the batch",
     ),
+    Setting("ResNet-110, 200 epochs", "ruff2020/table1", _TABLE_1, "MSR: lr 0.4, zmg 0.85, noise 0.1"),
     Setting(
-        "ResNet-110, 200 epochs",
-        "ruff2020/table1",
-        _column(ruff2020.DATA, {BATCH_NORM: ruff2020.BN, "MSR": ruff2020.BEST}),
-        "MSR: lr 0.4, zmg 0.85, noise 0.1",
+        "ResNet-110, LUMA in the loss", "ruff2020/table1-loss", _TABLE_1, "MSR's; tried when the line above was in"
+    ),
+    Setting(
+        "ResNet-110, as in Fixup's program",
+        "ruff2020/variants-long",
+        _column(ruff2020.DATA, {BATCH_NORM: ruff2020.BN_FIXUP, "MSR": ruff2020.BEST_FIXUP}),
+        "BatchNorm: gains of 0 at the end of each branch",
     ),
 )
 
