@@ -339,6 +339,13 @@ def test_norms_decay_or_not() -> None:
         assert decays == {2: 1e-3, 1: expected}
 
 
+def test_runs_that_do_not_say_it_do_not_centre_luma() -> None:
+    """They were made before the library centred it, and a stored run must stay what it was."""
+    for options in ({}, {"centre_luma": False}, {"centre_luma": True}):
+        run = replace(RUNS["msr"], method=Method("msr", options))
+        assert Training(run, inputs(run)).parts.method.centre_luma is options.get("centre_luma", False)
+
+
 def test_offsets_can_be_slower_than_gains() -> None:
     model = Model("resnet_cifar", {"depth": 8, "width": 4})
     run = replace(BASE, data=Data("digits", {"channels": 3}), model=model, optim=Optim(0.5, bias_rate=0.1))
