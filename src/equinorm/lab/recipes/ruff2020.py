@@ -434,7 +434,9 @@ AT_FULL_LENGTH = Artifact(
     "loss is centred and LUMA's added to it); and what that program has together. There BatchNorm has gains of 0 at "
     "the end of each branch, another BatchNorm on skips that change their shape, a tenth of the learning rate for "
     "offsets and no warm-up; mean shift rejection has biases, a tenth of the learning rate for them and for gains, and "
-    "ten epochs of warm-up. Mixup, alpha = 1, is on in that program unless it is switched off. n = 2 for limited "
+    "ten epochs of warm-up (in that program, which has no mean shift rejection, biases are one number for a layer, "
+    "and warm-up begins at 0.1; here they are one for a channel, and it begins at 0). Mixup, alpha = 1, is on in that "
+    "program unless it is switched off, as it is in the call with weight decay 5e-4 in its README. n = 2 for limited "
     "steps, biases, LUMA centred too, mixup and BatchNorm as in that program, 1 for the others. What these runs have "
     "led to: centring LUMA is now the library's default, and `ruff2020/table1-loss` is table 1 with it.",
     cells=(
