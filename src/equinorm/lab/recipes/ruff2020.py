@@ -87,6 +87,7 @@ CZMI_NOISE, CZMI_01, CZMI_02, CZMI_04 = (row.name for row in ROWS[5:9])
 CZMIG_02, CZMIG_01, Z1 = ROWS[4].name, ROWS[9].name, ROWS[10].name
 PRINTED = {row.name: row for row in ROWS}
 BEST_FIXUP, BN_FIXUP = (f"{row}, Fixup's program" for row in (BEST, BN))
+BEST_MIXUP, BN_MIXUP = (f"{row}, mixup" for row in (BEST, BN))
 
 PROTOCOL = f"""\
 ResNet-110 with option A skips; 200 epochs of SGD with momentum 0.9, batch 128, learning rate times 0.1 at epochs 100
@@ -415,8 +416,8 @@ LONGER = {  # with the number of seeds
     f"{BEST}, LUMA centred too": (luma_centred(AS_TABLE_1), 2),
     BN_FIXUP: (batchnorm_in_fixup(), 2),
     BEST_FIXUP: (rejection_in_fixup(), 1),
-    f"{BEST}, mixup": (mixed(AS_TABLE_1), 2),
-    f"{BN}, mixup": (mixed(batchnorm()), 2),
+    BEST_MIXUP: (mixed(AS_TABLE_1), 2),
+    BN_MIXUP: (mixed(batchnorm()), 2),
 }
 
 AT_FULL_LENGTH = Artifact(

@@ -92,6 +92,11 @@ SETTINGS = (
         _column(ruff2020.DATA, {BATCH_NORM: ruff2020.BN_FIXUP, "MSR": ruff2020.BEST_FIXUP}),
         "BatchNorm: gains of 0 at the end of each branch",
     ),
+    Setting(
+        "ResNet-110, mixup 1",
+        "ruff2020/variants-long",
+        _column(ruff2020.DATA, {BATCH_NORM: ruff2020.BN_MIXUP, "MSR": ruff2020.BEST_MIXUP}),
+    ),
 )
 
 
