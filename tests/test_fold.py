@@ -504,14 +504,15 @@ def test_random_programs_keep_their_function_without_norms(steps: list[tuple[str
 # -- ONNX -------------------------------------------------------------------------------------------------------
 
 
-FOLDED = [
-    *("equinorm", "msr", "weightnorm", "centred_weightnorm", "scaled_weightnorm", "weight_standardization"),
-    *("weightnorm_mean_only", "normprop", "batchnorm", "batchrenorm", "mean_only_batchnorm", "none"),
+OFTEN = ["equinorm", "msr", "weightnorm", "batchnorm", "none"]
+SELDOM = [
+    *("centred_weightnorm", "scaled_weightnorm", "weight_standardization"),
+    *("weightnorm_mean_only", "normprop", "batchrenorm", "mean_only_batchnorm"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
 def test_onnx(name: str) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

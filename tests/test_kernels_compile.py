@@ -16,6 +16,7 @@ import equinorm
 from equinorm.kernels import dispatch
 from equinorm.meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d, EquiNormLinear
+from grids import diagonal
 from triton_interpreter import needs_triton
 
 pytest.importorskip("triton")
@@ -74,7 +75,11 @@ def back(out: Tensor) -> None:
 @needs_triton(3)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((9, 16, 32, 32), torch.float32), ((4, 16, 8, 8), torch.float32), ((4, 64, 8, 8), torch.bfloat16)],
+    [
+        ((9, 16, 32, 32), torch.float32),
+        pytest.param((4, 16, 8, 8), torch.float32, marks=pytest.mark.slow),
+        ((4, 64, 8, 8), torch.bfloat16),
+    ],
 )
 def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     from equinorm.kernels import convolution
@@ -90,8 +95,7 @@ def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], dtype
     assert compiled == {"_convolve", "_sum_parts"} | ({"_weight_parts"} if channels > 16 else set())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize(("dtype", "plus"), diagonal(DTYPES, [False, True]))
 def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> None:
     from equinorm.kernels import normalization
 
@@ -117,8 +121,7 @@ def test_pooling(compiled: set[str], dtype: torch.dtype) -> None:
 # -- the library's -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("two_pass", [False, True])
+@pytest.mark.parametrize(("dtype", "two_pass"), diagonal(DTYPES, [False, True]))
 def test_equilibrium(compiled: set[str], dtype: torch.dtype, two_pass: bool) -> None:
     wide = EquiNormConv2d(64, 32, 3, padding=1, groups=2, two_pass=two_pass)
     quarter = EquiNormConv2d(8, 16, 1, stats_fraction=0.25, two_pass=two_pass, bias=False)
@@ -132,8 +135,7 @@ def test_equilibrium(compiled: set[str], dtype: torch.dtype, two_pass: bool) -> 
     assert {"_sum_rows", "_sum_planes", "_add_rows", "_add_planes", "_transform", "_weight_gradient"} <= compiled
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("dtype", "channels_last"), diagonal(DTYPES, [True, False]))
 def test_mean_shift_rejection(compiled: set[str], dtype: torch.dtype, channels_last: bool) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), InputNoise(0.1), nn.Conv2d(16, 8, 5))
     apply_mean_shift_rejection_(net)

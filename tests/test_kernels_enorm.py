@@ -18,6 +18,7 @@ from equinorm.kernels import enorm_plan
 from equinorm.kernels.enorm_plan import InexpressibleError, Slab, Tiles, slabs_of
 from equinorm.lab import models
 from equinorm.symmetry import ScaledParameter, Term
+from grids import diagonal
 from test_enorm_gpu import Groups, Residual, chain, perturbed
 from triton_interpreter import interpreted
 
@@ -149,9 +150,9 @@ def test_chains_of_any_width(widths: list[int], p: float, dtype: torch.dtype, sm
         assert_same_step(model, torch.zeros(2, widths[0], dtype=dtype), p=p, c=1.2)
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [Residual, Groups])
+@pytest.mark.parametrize(
+    ("make", "dtype", "last"), diagonal([Residual, Groups], [torch.float32, torch.bfloat16], [True, False])
+)
 def test_convolutions(make: type[nn.Module], dtype: torch.dtype, last: bool) -> None:
     model = perturbed(make(), dtype)
     if last:

@@ -18,6 +18,7 @@ from architectures import Architecture, example_input, homogeneous_plans
 from equinorm.enormsgd import ENormSGD
 from equinorm.kernels import dispatch, enorm_plan
 from equinorm.kernels.enorm_plan import stretch
+from grids import diagonal
 from test_enorm_gpu import Groups, Residual, chain, perturbed
 from test_kernels_enorm import IMAGE, SMALL
 from triton_interpreter import interpreted
@@ -161,9 +162,10 @@ def test_random_architectures(
         twins.assert_same(TOLERANCE[torch.float64])
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [Residual, Groups])
+@pytest.mark.parametrize(
+    ("make", "dtype", "last"),
+    diagonal([Residual, Groups], [torch.bfloat16, torch.float32, torch.float16], [False, True]),
+)
 def test_convolutions(make: type[nn.Module], dtype: torch.dtype, last: bool) -> None:
     torch.manual_seed(0)
     model = make().to(dtype)

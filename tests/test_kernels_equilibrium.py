@@ -6,7 +6,7 @@ import copy
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ import test_equilibrium_gpu as gpu_tests
 from equinorm.equilibrium import equilibrate
 from equinorm.kernels import dispatch, operators
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
+from grids import diagonal
 from triton_interpreter import Wrapped, interpreted, needs_triton
 
 fused = interpreted("equilibrium")
@@ -773,21 +774,23 @@ def with_gaps(layer: EquiNormLinear) -> EquiNormLinear:
     return layer
 
 
+COMPILED: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: EquiNormConv2d(6, 8, 3, stride=2, padding=1, groups=2), (3, 6, 8, 7)),
+    (lambda: EquiNormConv2d(6, 8, 3, padding=1, two_pass=True).to(memory_format=torch.channels_last), (3, 6, 5, 5)),
+    (lambda: EquiNormConv1d(4, 6, 3, affine=False, stats_fraction=0.5), (4, 4, 9)),
+    (lambda: EquiNormConvTranspose2d(4, 6, 3, stride=2, groups=2), (4, 4, 5, 5)),
+    (lambda: EquiNormLinear(5, 7), (6, 5)),
+    (lambda: EquiNormLinear(5, 7, bias=False), (6, 5)),
+    (lambda: with_gaps(EquiNormLinear(5, 7)), (6, 5)),
+]
+
+
 @pytest.mark.usefixtures("compiled_kernels")
-@pytest.mark.parametrize(("autocast", "dynamic"), [(False, True), (True, False)])
-@pytest.mark.parametrize(
-    ("build", "shape"),
-    [
-        (lambda: EquiNormConv2d(6, 8, 3, stride=2, padding=1, groups=2), (3, 6, 8, 7)),
-        (lambda: EquiNormConv2d(6, 8, 3, padding=1, two_pass=True).to(memory_format=torch.channels_last), (3, 6, 5, 5)),
-        (lambda: EquiNormConv1d(4, 6, 3, affine=False, stats_fraction=0.5), (4, 4, 9)),
-        (lambda: EquiNormConvTranspose2d(4, 6, 3, stride=2, groups=2), (4, 4, 5, 5)),
-        (lambda: EquiNormLinear(5, 7), (6, 5)),
-        (lambda: EquiNormLinear(5, 7, bias=False), (6, 5)),
-        (lambda: with_gaps(EquiNormLinear(5, 7)), (6, 5)),
-    ],
-)
-def test_compiled_layers_call_the_kernels(build: Any, shape: tuple[int, ...], autocast: bool, dynamic: bool) -> None:
+@pytest.mark.parametrize(("case", "how"), diagonal(COMPILED, [(False, True), (True, False)]))
+def test_compiled_layers_call_the_kernels(
+    case: tuple[Callable[[], nn.Module], tuple[int, ...]], how: tuple[bool, bool]
+) -> None:
+    (build, shape), (autocast, dynamic) = case, how
     torch.manual_seed(0)
     layer = build()
     twin = copy.deepcopy(layer).double()

@@ -277,7 +277,7 @@ def test_convolutions_take_in_what_follows(norm: str, bias: bool, monkeypatch: p
         assert_close(tensor, exact[name], torch.float16, scale=float(exact[name].abs().max()) + 10)
 
 
-@pytest.mark.parametrize(("preact", "left"), [(False, 0), (True, 4)])
+@pytest.mark.parametrize(("preact", "left"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 4)])
 def test_equinorm_takes_in_what_follows(preact: bool, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the activation first, the ReLUs before the branches and the last one have no convolution to go with."""
     torch.manual_seed(0)

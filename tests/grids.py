@@ -1,0 +1,21 @@
+"""Grids of parameters of which some cells are run every time, and all of them with the slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def diagonal(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations, slow but for a few that have every value of each axis: for tests of independent choices."""
+    often = [tuple(i % len(axis) for axis in axes) for i in range(max(map(len, axes)))]
+    cells = product(*(range(len(axis)) for axis in axes))
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=[] if cell in often else [pytest.mark.slow]
+        )
+        for cell in cells
+    ]
