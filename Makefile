@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One thread per worker: two workers with two threads each are slower on two cores than two with one.
+# One thread per worker: two workers with two threads each are slower on two cores than two with one. A worker keeps to
+# its part of the tests, and so to the fixtures of few modules, until it helps the other with the rest.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all bench lint format clean
 
@@ -12,10 +14,10 @@ demo: $(VENV)/.lab
 	$(BIN)/equinorm demo
 
 test: lint
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: lint
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

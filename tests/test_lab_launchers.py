@@ -17,7 +17,7 @@ from equinorm.lab.runs import Data, Model, Optim, Run
 from equinorm.lab.store import Store
 
 FC = Model("fc", {"hidden": 1, "width": 8, "norm": "none"})
-BASE = Run(Data("digits", train=200), FC, optim=Optim(0.1), epochs=100, batch=50)
+BASE = Run(Data("digits", train=200), FC, optim=Optim(0.1), epochs=40, batch=50)
 RUNS = [replace(BASE, seed=seed) for seed in range(6)]
 
 
