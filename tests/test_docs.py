@@ -173,6 +173,26 @@ def test_luma_in_the_loss_is_what_the_logs_say() -> None:
         assert_both_readings(ours, name)
 
 
+def test_first_steps_on_digits_are_what_the_log_says() -> None:
+    log = (ROOT / "results/mean_shift_digits.txt").read_text(encoding="utf-8")
+    found = re.findall(r"^(?:e\^g|chain).* n \d+  accuracy (.*?)  largest loss (.*?)  limited (.*)$", log, re.MULTILINE)
+    *deep, _, _, chain, after_centring = found
+    rows = rows_of("docs/mean-shift-rejection.md", "| | accuracy, % | largest loss (five seeds) |")
+    for (label, accuracy, losses, limited), (measured, largest, shares) in zip(rows, deep, strict=True):
+        assert_printed(accuracy, [float(number) for number in re.findall(r"[\d.]+", measured)])
+        largest = [float(loss) for loss in largest.split()]
+        diverged = sum(map(math.isinf, largest))
+        ends = [min(largest), *((diverged, len(largest)) if diverged else (max(largest),))]
+        assert_printed(losses, ends)
+        assert "paper" in label or limited
+        if limited:
+            ends = [100 * end(map(float, shares.split())) for end in (min, max)]
+            assert_printed(limited, ends)
+    text = (ROOT / "docs/mean-shift-rejection.md").read_text(encoding="utf-8").partition("**Chains.**")[2]
+    for (accuracy, *_), before in ((chain, "1.71: "), (after_centring, "`centre_luma=False` ")):
+        assert before + accuracy.strip().replace(" [", " % [") in text
+
+
 def test_how_batchnorm_starts_is_what_the_logs_say() -> None:
     _, *rows = rows_of("docs/mean-shift-rejection.md", "| BatchNorm | n | test | falls between epochs 110 and 150 |")
     for (_, n, test, fall, length, lost), name in zip(rows, (ruff2020.BN, ruff2020.BN_FIXUP), strict=True):
