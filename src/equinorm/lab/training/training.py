@@ -204,14 +204,14 @@ class Parts:
 def build(run: Run, inputs: Inputs | Streamed) -> Parts:
     """The untrained network of a run with its optimizer and method; the same for the same seed on every device."""
     device = inputs.device
-    with torch.random.fork_rng(devices=[]):
+    examples = inputs.examples(500)
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
         torch.manual_seed(mixed_seed(run.seed, 0))
         model = models.build(run.model.name, classes=inputs.classes, in_shape=inputs.shape, **run.model.options)
-    model = model.to(device)
-    if inputs.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    examples = inputs.examples(500)
-    models.initialise_from_data(model, examples)
+        model = model.to(device)
+        if inputs.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        models.initialise_from_data(model, examples)  # with dropout, if there is some
     example = examples[:2]
     name, options = run.method.name, dict(run.method.options)
     if name == "path_sgd":
