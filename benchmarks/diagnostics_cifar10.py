@@ -43,14 +43,14 @@ from torch.nn import functional as F
 from equinorm import diagnostics
 from equinorm.diagnostics import Context, Recorder
 from equinorm.diagnostics.recorder import EVERY
-from equinorm.lab import models
-from equinorm.lab.files import write_text
-from equinorm.lab.recipes import ruff2020
-from equinorm.lab.recipes.common import changed, toy_run
-from equinorm.lab.runs import Data, Method, Model, Optim, Run
-from equinorm.lab.schedules import Constant
-from equinorm.lab.trainer import about, inputs_of, interruptible
-from equinorm.lab.training import Inputs, Streamed, Training, precision
+from equinorm.files import write_text
+from equinorm.lab import nets as models
+from equinorm.lab.experiments import ruff2020
+from equinorm.lab.experiments.common import changed, toy_run
+from equinorm.lab.training.runs import Data, Method, Model, Optim, Run
+from equinorm.lab.training.schedules import Constant
+from equinorm.lab.training.trainer import about, inputs_of, interruptible
+from equinorm.lab.training.training import Inputs, Streamed, Training, precision
 
 Row = dict[str, Any]
 FACTORS = [0.5 + 0.5 * i for i in range(8)]  # ½ ... 4 times the learning rate

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 import equinorm
-from equinorm.enormsgd import ENormSGD
-from equinorm.kernels import enorm_plan
-from equinorm.lab import models
+from equinorm.enorm.sgd import ENormSGD
+from equinorm.enorm.steps import plan as enorm_plan
+from equinorm.lab import nets as models
 
 Action = Callable[[], object]
 REPEATS = 10

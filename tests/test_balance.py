@@ -14,23 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import equinorm
-from architectures import Architecture, Step, example_input, homogeneous_plans
-from equinorm.enorm_reference import balance_layers_, objective, paper_views
-from equinorm.objective import Objective, imbalance, layouts
+from equinorm.criteria.norm import Objective, imbalance, layouts
+from equinorm.enorm.reference import balance_layers_, objective, paper_views
 from equinorm.solver import Cycle, hold_unbalanced, minimise
-from nets import Net, double_and_trace, relative_error
-
-
-def chain(*widths: int, bias: bool = True) -> nn.Sequential:
-    """A chain of linear layers and ReLUs in float64."""
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]
-    return nn.Sequential(*layers[:-1]).double()
-
-
-def linears(model: nn.Module) -> list[nn.Linear]:
-    return [m for m in model.modules() if isinstance(m, nn.Linear)]
+from support.architectures import Architecture, Step, example_input, homogeneous_plans
+from support.chains import chain, linears
+from support.nets import Net, double_and_trace, relative_error
 
 
 def shake(symmetry: equinorm.Symmetry, seed: int, size: float = 1.0) -> None:

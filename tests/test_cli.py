@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import equinorm
 from equinorm import cli
-from equinorm.lab import checkpoints, sources, verify
+from equinorm.tools import checkpoints, sources, verify
 
 NETS = """
 import torch

@@ -16,19 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equinorm import TraceError
-from equinorm.activation_norms import (
-    TLU,
-    BatchRenorm2d,
-    FilterResponseNorm,
-    MeanOnlyBatchNorm2d,
-    NormalizationPropagation,
-)
-from equinorm.convert import ConvertReport, convert, methods, register_method
-from equinorm.equilibrium import EquiNormConv2d, EquiNormConvTranspose2d, EquiNormLinear
-from equinorm.fold import fold
-from equinorm.meanshift import MeanShiftRejection, ScaledKernel, parameter_groups
+from equinorm.conversion import ConvertReport, convert, methods, register_method
+from equinorm.equilibrium.layers import EquiNormConv2d, EquiNormConvTranspose2d, EquiNormLinear
+from equinorm.folding import fold
+from equinorm.msr.rejection import MeanShiftRejection, ScaledKernel, parameter_groups
+from equinorm.norms.layers import TLU, BatchRenorm2d, FilterResponseNorm, MeanOnlyBatchNorm2d, NormalizationPropagation
 from equinorm.registry import _METHODS
-from equinorm.weightnorm import originals
+from equinorm.weightnorm.parametrizations import originals
 
 NAMES = [
     "equinorm",

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import equinorm
-from equinorm.activation_norms import BatchRenorm2d
-from equinorm.equilibrium import EquiNormConv2d
-from equinorm.meanshift import parameter_groups
+from equinorm.equilibrium.layers import EquiNormConv2d
+from equinorm.msr.rejection import parameter_groups
+from equinorm.norms.layers import BatchRenorm2d
 
 RANKS, STEPS, SHARD = 2, 3, 4
 NAMES = [method.name for method in equinorm.methods()]

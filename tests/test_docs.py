@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from equinorm.lab.recipes import defazio2018, ruff2020
-from equinorm.lab.store import Store
+from equinorm.lab.experiments import defazio2018, ruff2020
+from equinorm.lab.training.store import Store
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

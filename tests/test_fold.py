@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from equinorm.activation_norms import BatchRenorm1d, BatchRenorm2d, MeanOnlyBatchNorm2d, NormalizationPropagation
-from equinorm.convert import ConvertReport, convert
-from equinorm.equilibrium import EquiNormConv2d, EquiNormLinear
-from equinorm.fold import fold
-from equinorm.meanshift import InputNoise, apply_mean_shift_rejection_
-from equinorm.surgery import attach_norm_
-from equinorm.weightnorm import apply_weight_norm_, scaled_weight_norm_
+from equinorm.conversion import ConvertReport, convert
+from equinorm.equilibrium.layers import EquiNormConv2d, EquiNormLinear
+from equinorm.folding import fold
+from equinorm.models.surgery import attach_norm_
+from equinorm.msr.rejection import InputNoise, apply_mean_shift_rejection_
+from equinorm.norms.layers import BatchRenorm1d, BatchRenorm2d, MeanOnlyBatchNorm2d, NormalizationPropagation
+from equinorm.weightnorm.parametrizations import apply_weight_norm_, scaled_weight_norm_
 from test_convert import Net, NormAct, Padded, Plain, Scaled, Small, images, train
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import equinorm
-from equinorm.kernels import dispatch
-from equinorm.meanshift import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
+from equinorm import launch as dispatch
+from equinorm.msr.rejection import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d, EquiNormLinear
-from grids import diagonal
-from triton_interpreter import needs_triton
+from support.grids import diagonal
+from support.triton_interpreter import needs_triton
 
 pytest.importorskip("triton")
 
@@ -75,7 +75,7 @@ def back(out: Tensor) -> None:
 @needs_triton(3)
 @pytest.mark.parametrize(("shape", "biased"), diagonal([(9, 16, 32, 32), (4, 64, 8, 8), (4, 16, 8, 8)], [True, False]))
 def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], biased: bool) -> None:
-    from equinorm.kernels import convolution
+    from equinorm.lab.nets.kernels import convolution
 
     channels = shape[1]
     dtype = torch.float32 if channels == 16 else torch.bfloat16
@@ -91,7 +91,7 @@ def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], biase
 
 @pytest.mark.parametrize(("dtype", "plus"), diagonal(DTYPES, [False, True]))
 def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> None:
-    from equinorm.kernels import normalization
+    from equinorm.lab.nets.kernels import normalization
 
     x = images(4, 96, 8, 8, dtype=dtype)
     added = images(4, 96, 8, 8, dtype=dtype) if plus else None
@@ -106,7 +106,7 @@ def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pooling(compiled: set[str], dtype: torch.dtype) -> None:
-    from equinorm.kernels import pooling
+    from equinorm.lab.nets.kernels import pooling
 
     back(pooling.relu_max_pool(images(2, 128, 9, 8, dtype=dtype)))
     assert compiled == {"_pool", "_spread"}
@@ -155,7 +155,7 @@ def test_weight_norm(compiled: set[str], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("options", [{"bias": "safe", "cycles": 2}, {"p": 1.5}], ids=str)
 def test_enorm(compiled: set[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from equinorm.kernels import enorm
+    from equinorm.enorm.steps import triton as enorm
 
     monkeypatch.setattr(enorm, "can_launch", lambda _: True)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.ReLU())
@@ -175,7 +175,7 @@ def test_enorm(compiled: set[str], options: dict[str, Any], monkeypatch: pytest.
 
 @pytest.mark.parametrize("gain", [True, False])
 def test_what_was_compiled_is_launched_again_with_what_it_takes(gain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from equinorm.kernels.weightnorm import Form, _launch, _normalize
+    from equinorm.weightnorm.kernels import Form, _launch, _normalize
 
     signatures, launches = [], []
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import diagnostics, nn
-    from .convert import ConvertReport, convert, methods, register_method
-    from .enorm import BalanceReport, ENorm, ImplicitENorm, balance_
-    from .enormsgd import ENormSGD
-    from .fold import fold
-    from .meanshift import (
+    from .conversion import ConvertReport, convert, methods, register_method
+    from .enorm.enorm import BalanceReport, ENorm, ImplicitENorm, balance_
+    from .enorm.optimizer_state import register_state_rule
+    from .enorm.pathsgd import PathSGD
+    from .enorm.sgd import ENormSGD
+    from .folding import fold
+    from .models.running_statistics import update_statistics_
+    from .msr.rejection import (
         InputNoise,
         MeanShiftRejection,
         add_input_noise_,
@@ -24,11 +27,8 @@ if TYPE_CHECKING:
         parameter_groups,
         zero_mean_init_,
     )
-    from .optimizers import register_state_rule
-    from .pathsgd import PathSGD
-    from .running_statistics import update_statistics_
     from .symmetry import Symmetry, TraceError, trace
-    from .weightnorm import (
+    from .weightnorm.parametrizations import (
         apply_weight_norm_,
         centred_weight_norm_,
         data_dependent_init_,
@@ -39,36 +39,36 @@ if TYPE_CHECKING:
 
 # where each public name lives
 _HOME = {
-    "BalanceReport": "enorm",
-    "ConvertReport": "convert",
-    "ENorm": "enorm",
-    "ENormSGD": "enormsgd",
-    "ImplicitENorm": "enorm",
-    "InputNoise": "meanshift",
-    "MeanShiftRejection": "meanshift",
-    "PathSGD": "pathsgd",
+    "BalanceReport": "enorm.enorm",
+    "ConvertReport": "conversion",
+    "ENorm": "enorm.enorm",
+    "ENormSGD": "enorm.sgd",
+    "ImplicitENorm": "enorm.enorm",
+    "InputNoise": "msr.rejection",
+    "MeanShiftRejection": "msr.rejection",
+    "PathSGD": "enorm.pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
-    "add_input_noise_": "meanshift",
-    "apply_mean_shift_rejection_": "meanshift",
-    "apply_weight_norm_": "weightnorm",
-    "balance_": "enorm",
-    "centre_gradients_": "meanshift",
-    "centred_weight_norm_": "weightnorm",
-    "convert": "convert",
-    "data_dependent_init_": "weightnorm",
-    "fold": "fold",
-    "fold_mean_shift_rejection_": "meanshift",
-    "methods": "convert",
-    "parameter_groups": "meanshift",
-    "register_method": "convert",
-    "register_state_rule": "optimizers",
-    "remove_weight_norm_": "weightnorm",
-    "scaled_weight_norm_": "weightnorm",
+    "add_input_noise_": "msr.rejection",
+    "apply_mean_shift_rejection_": "msr.rejection",
+    "apply_weight_norm_": "weightnorm.parametrizations",
+    "balance_": "enorm.enorm",
+    "centre_gradients_": "msr.rejection",
+    "centred_weight_norm_": "weightnorm.parametrizations",
+    "convert": "conversion",
+    "data_dependent_init_": "weightnorm.parametrizations",
+    "fold": "folding",
+    "fold_mean_shift_rejection_": "msr.rejection",
+    "methods": "conversion",
+    "parameter_groups": "msr.rejection",
+    "register_method": "conversion",
+    "register_state_rule": "enorm.optimizer_state",
+    "remove_weight_norm_": "weightnorm.parametrizations",
+    "scaled_weight_norm_": "weightnorm.parametrizations",
     "trace": "symmetry",
-    "update_statistics_": "running_statistics",
-    "weight_standardization_": "weightnorm",
-    "zero_mean_init_": "meanshift",
+    "update_statistics_": "models.running_statistics",
+    "weight_standardization_": "weightnorm.parametrizations",
+    "zero_mean_init_": "msr.rejection",
 }
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 if TYPE_CHECKING:
     from torch import nn
 
-    from .lab.checkpoints import Checkpoint
     from .symmetry import Symmetry
+    from .tools.checkpoints import Checkpoint
 
 try:
     import tyro
@@ -113,7 +113,8 @@ class Balance:
     force: Annotated[bool, arg(help="Overwrite the output file if it exists.")] = False
 
     def run(self) -> None:
-        from .lab import UserError, checkpoints
+        from .errors import UserError
+        from .tools import checkpoints
 
         if self.output is not None:
             _check_output(self.output, self.force)
@@ -185,7 +186,7 @@ class Diagnose:
     force: Annotated[bool, arg(help="Overwrite the page if it exists.")] = False
 
     def run(self) -> None:
-        from .lab import diagnose
+        from .tools import diagnose
 
         _check_place(self.out, self.force)
         data = None if self.data is None else diagnose.read_data(self.data)
@@ -221,9 +222,9 @@ class Demo:
 
     def run(self) -> None:
         try:
-            from .lab import demo
+            from .lab.experiments import demo
         except ImportError as error:
-            from .lab import UserError
+            from .errors import UserError
 
             raise UserError(f"the demo needs {error.name}: pip install 'equinorm[lab]'") from error
         if self.tune:
@@ -258,9 +259,9 @@ class Train:
     toy: Toy = False
 
     def run(self) -> None:
-        from .lab.launchers import Options, launch
-        from .lab.reproduce import chosen, single
-        from .lab.store import Store
+        from .lab.experiments.reproduce import chosen, single
+        from .lab.training.launchers import Options, launch
+        from .lab.training.store import Store
 
         (artifact, *_) = chosen([self.recipe], self.toy)
         run = single(artifact, self.row, self.column, self.seed)
@@ -303,9 +304,9 @@ class Reproduce:
     partition: Annotated[str | None, arg(help="Of Slurm.")] = None
 
     def run(self) -> None:
-        from .lab.launchers import Options
-        from .lab.reproduce import chosen, reproduce
-        from .lab.store import Store
+        from .lab.experiments.reproduce import chosen, reproduce
+        from .lab.training.launchers import Options
+        from .lab.training.store import Store
 
         if not self.artifacts:
             _list_artifacts()
@@ -347,9 +348,9 @@ class Campaign:
     toy: Toy = False
 
     def run(self) -> None:
-        from .lab import campaign
-        from .lab.launchers import Options, launch
-        from .lab.store import Store
+        from .lab.experiments import campaign
+        from .lab.training.launchers import Options, launch
+        from .lab.training.store import Store
 
         store, items = Store(_results(self.results, self.toy)), campaign.named(self.item)
         if self.choose:
@@ -382,8 +383,8 @@ class Report:
     tensorboard: Annotated[bool, arg(help="Write all curves as TensorBoard event files too.")] = False
 
     def run(self) -> None:
-        from .lab.reproduce import chosen
-        from .lab.store import Store
+        from .lab.experiments.reproduce import chosen
+        from .lab.training.store import Store
 
         try:
             from .lab import report
@@ -450,7 +451,7 @@ def _list_artifacts() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from .lab.artifacts import all_artifacts
+    from .lab.experiments.artifacts import all_artifacts
 
     table = Table("artifact", "runs", "what it is", box=None, header_style="bold", pad_edge=False)
     for artifact in all_artifacts().values():
@@ -463,7 +464,7 @@ def _results(folder: Path | None, toy: bool) -> Path:
 
 
 def _user_error(text: str) -> Exception:
-    from .lab import UserError
+    from .errors import UserError
 
     return UserError(text)
 
@@ -499,8 +500,9 @@ class _Work:
     def begin(cls, options: Trace | Balance | Diagnose) -> _Work:
         import torch
 
-        from .lab import UserError, checkpoints, sources
+        from .errors import UserError
         from .symmetry import TraceError, trace
+        from .tools import checkpoints, sources
 
         inputs = tuple(sources.parse_input(text) for text in options.input)
         with _step(f"building {options.model}"):
@@ -535,8 +537,9 @@ class _Work:
 
     def balance(self, options: Balance) -> tuple[Any, dict[str, Any]]:
         """Balance in place; the report, and how much the outputs changed."""
-        from .enorm import balance_
-        from .lab import UserError, verify
+        from .enorm.enorm import balance_
+        from .errors import UserError
+        from .tools import verify
 
         with _step("computing outputs"):
             before, _ = verify.outputs(self.model, self.examples)
@@ -558,14 +561,14 @@ class _Work:
 
 def _check_output(output: Path, force: bool) -> None:
     """Refuse before any work is done what could not be written at the end."""
-    from .lab import checkpoints
+    from .tools import checkpoints
 
     checkpoints.is_safetensors(output)
     _check_place(output, force)
 
 
 def _check_place(output: Path, force: bool) -> None:
-    from .lab import UserError
+    from .errors import UserError
 
     if output.is_dir():
         raise UserError(f"{output} is a folder: give the name of a file")
@@ -632,7 +635,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args=given,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
     )
-    from .lab import UserError
+    from .errors import UserError
 
     previous = signal.signal(signal.SIGTERM, _stop)
     try:

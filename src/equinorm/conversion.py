@@ -20,12 +20,12 @@ from typing import Any
 
 from torch import nn
 
-from .builtin_methods import WITH_DATA_DEPENDENT_INIT, batchnorm_for
-from .modulegraph import ModuleGraph
+from .methods_of_old import WITH_DATA_DEPENDENT_INIT, batchnorm_for
+from .models.graph import ModuleGraph
+from .models.surgery import Plan, Row
 from .registry import Method, find_method, methods, norm_behind, register_method
-from .surgery import Plan, Row
 from .symmetry.capture import unwrap
-from .weightnorm import data_dependent_init_
+from .weightnorm.parametrizations import data_dependent_init_
 
 __all__ = ["ConvertReport", "Method", "Row", "convert", "methods", "register_method"]
 

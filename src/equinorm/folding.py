@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .activation_norms import NormalizationPropagation, _BatchRenorm, _MeanOnlyBatchNorm
-from .convert import ConvertReport, deep_copy
-from .equilibrium import _EquiNorm
-from .meanshift import InputNoise
-from .modulegraph import Call, ModuleGraph
-from .running_statistics import has_running_statistics
-from .surgery import (
+from .conversion import ConvertReport, deep_copy
+from .equilibrium.layers import _EquiNorm
+from .models.graph import Call, ModuleGraph
+from .models.running_statistics import has_running_statistics
+from .models.surgery import (
     CHANNEL_NORMS,
     OTHER_NORMS,
     Norm,
@@ -38,8 +36,10 @@ from .surgery import (
     take_input_affine_,
     with_tail,
 )
+from .msr.rejection import InputNoise
+from .norms.layers import NormalizationPropagation, _BatchRenorm, _MeanOnlyBatchNorm
 from .symmetry.capture import unwrap
-from .weightnorm import LAYERS, TRANSPOSED, bake_weight_
+from .weightnorm.parametrizations import LAYERS, TRANSPOSED, bake_weight_
 
 __all__ = ["fold"]
 

@@ -1,7 +1,7 @@
 """When the fused kernels take over from their plain twins, and how they are launched at little cost to the host.
 
-They do for ordinary tensors on CUDA, run eagerly. `torch.compile` fuses the plain versions itself, but for what
-`operators` does better, and whatever looks at the single operations of a model (an export, a trace, functorch, a
+They do for ordinary tensors on CUDA, run eagerly. `torch.compile` fuses the plain versions itself, but for what a
+room's `operators` do better, and whatever looks at the single operations of a model (an export, a trace, functorch, a
 dispatch mode) has to see them. Without Triton there are no kernels.
 """
 
@@ -49,7 +49,10 @@ _allowed = True
 
 
 def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
-    """`equinorm.kernels.<name>` if its kernels can be launched on these tensors, here and now; else None."""
+    """The module of that name if its kernels can be launched on these tensors, here and now; else None.
+
+    >>> kernels("equinorm.msr.kernels", V, g)
+    """
     return module(name) if launchable(*tensors) else None
 
 
@@ -87,24 +90,24 @@ def channels_last(tensor: Tensor) -> bool:
     return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
-def compilable(*tensors: Tensor | None) -> bool:
-    """Whether `torch.compile` looks, at ordinary tensors on CUDA: then `torch.ops.equinorm` has what is in `operators`.
+def compilable(operators: str, *tensors: Tensor | None) -> bool:
+    """Whether `torch.compile` looks, at ordinary tensors on CUDA: then `torch.ops.equinorm` has what that module makes.
 
     Not where it looks in order to export: a program for elsewhere has to be made of torch's own operations.
     """
     if not torch.compiler.is_compiling() or _exporting() or not _allowed:
         return False
     there = [tensor for tensor in tensors if tensor is not None]
-    return all(type(tensor) in ORDINARY and _on_cuda(tensor) for tensor in there) and _operators_apply()
+    return all(type(tensor) in ORDINARY and _on_cuda(tensor) for tensor in there) and _operators_apply(operators)
 
 
 def _on_cuda(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _operators_apply() -> bool:
+def _operators_apply(name: str) -> bool:
     """Have the operations made, for which it takes Triton. They have no rules for functorch."""
-    return not torch._C._are_functorch_transforms_active() and module("operators") is not None
+    return not torch._C._are_functorch_transforms_active() and module(name) is not None
 
 
 # torch.compile calls it and takes the answer: as `torch.compiler.assume_constant_result`, which imports Triton, has it
@@ -133,12 +136,12 @@ def plain_only() -> Iterator[None]:
 
 @cache
 def module(name: str) -> ModuleType | None:
-    """`equinorm.kernels.<name>`; None without Triton."""
+    """The module of that name; None without Triton."""
     try:
         importlib.import_module("triton")
     except ImportError:
         return None
-    return importlib.import_module(f"equinorm.kernels.{name}")
+    return importlib.import_module(name)
 
 
 class Launch:

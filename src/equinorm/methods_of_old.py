@@ -20,13 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _WeightNorm
 
-from . import activation_norms as an
-from . import equilibrium as en
-from . import meanshift as ms
-from . import weightnorm as wn
-from .modulegraph import Call, Step
-from .registry import Place, built_in, fuse_layers, replace_norms
-from .surgery import (
+from .equilibrium import layers as en
+from .models.graph import Call, Step
+from .models.surgery import (
     OTHER_NORMS,
     Norm,
     Plan,
@@ -42,6 +38,10 @@ from .surgery import (
     shift_outputs_,
     torch_layer,
 )
+from .msr import rejection as ms
+from .norms import layers as an
+from .registry import Place, built_in, fuse_layers, replace_norms
+from .weightnorm import parametrizations as wn
 
 WITH_DATA_DEPENDENT_INIT = ("weightnorm", "centred_weightnorm", "scaled_weightnorm", "weightnorm_mean_only")
 """Methods whose gains and biases can be chosen from a batch of data (arpit2019, section 4)."""

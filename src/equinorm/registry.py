@@ -15,16 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .modulegraph import Call, Step
-from .surgery import (
-    Norm,
-    Plan,
-    copy_affine_,
-    describe,
-    gain_and_offset,
-    outputs_of,
-    with_tail,
-)
+from .models.graph import Call, Step
+from .models.surgery import Norm, Plan, copy_affine_, describe, gain_and_offset, outputs_of, with_tail
 
 __all__ = ["Method", "find_method", "methods", "register_method"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .objective import Objective, Point, Sum, imbalance, times
+from .criteria.norm import Objective, Point, Sum, imbalance, times
 from .symmetry.scales import FROZEN, Scales
 
 

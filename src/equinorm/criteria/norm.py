@@ -19,7 +19,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from .symmetry import ScaledParameter, Symmetry, Term
+from ..symmetry import ScaledParameter, Symmetry, Term
 
 
 @dataclass(frozen=True, eq=False)

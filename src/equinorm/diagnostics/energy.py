@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..enorm import ENorm
-from ..objective import Objective, layouts
+from ..criteria.norm import Objective, layouts
+from ..enorm.enorm import ENorm
 from ..symmetry import Symmetry, trace
 from .probe import Result, by_filter, filters
 

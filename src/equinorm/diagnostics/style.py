@@ -128,7 +128,7 @@ def _plain_log_ticks(axes: Axes) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as the name's suffix says (.svg, .png, .pdf), atomically; the same figure gives the same bytes."""
-    from ..lab.files import replacing
+    from ..files import replacing
 
     kind = path.suffix.removeprefix(".")
     if kind not in ("svg", "png", "pdf"):

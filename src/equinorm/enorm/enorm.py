@@ -16,9 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from .kernels.dispatch import ORDINARY
-from .objective import Objective, Sum, imbalance, layouts, powers_of, times
-from .optimizers import (
+from ..criteria.norm import Objective, Sum, imbalance, layouts, powers_of, times
+from ..launch import ORDINARY
+from ..solver import Cycle, Solution, hold_unbalanced, minimise
+from ..symmetry import ScaledParameter, Symmetry, Term, trace
+from ..symmetry.symmetry import out_of_range
+from .optimizer_state import (
     carry_state_,
     check_optimizer,
     decoupled_decay,
@@ -27,13 +30,10 @@ from .optimizers import (
     state_rule,
     step_is_linear,
 )
-from .solver import Cycle, Solution, hold_unbalanced, minimise
-from .symmetry import ScaledParameter, Symmetry, Term, trace
-from .symmetry.symmetry import out_of_range
 
 if TYPE_CHECKING:
-    from .kernels.enorm import FusedCycle
-    from .kernels.enorm_foreach import ForeachCycle
+    from .steps.foreach import ForeachCycle
+    from .steps.triton import FusedCycle
 
 # -- once: the exact optimum -------------------------------------------------------------------------------------------
 
@@ -448,7 +448,7 @@ class ENorm:
 
     def _fuse(self) -> FusedCycle | ForeachCycle | None:
         """The fused step of the first backend that can be used; None for the plain one."""
-        from .kernels.enorm_plan import InexpressibleError
+        from .steps.plan import InexpressibleError
 
         tensors = list(self._tensors().values())
         fused = ("triton", "foreach") if self._device.type == "cuda" else ("foreach",)
@@ -466,7 +466,7 @@ class ENorm:
         raise ValueError(f"backend={self._wanted!r} is not possible here: {self.why_not[self._wanted]}")
 
     def _fused_by(self, backend: str, tensors: list[Tensor]) -> FusedCycle | ForeachCycle:
-        from .kernels.enorm_plan import anatomy
+        from .steps.plan import anatomy
 
         net = anatomy(
             list(self._terms.values()), tensors, self.symmetry.num_scales, self.symmetry.birth, self._counted,
@@ -474,10 +474,10 @@ class ENorm:
         )  # fmt: skip
         shared = net, tensors, self.p, self._dtype, self.log_t, self._gains, self.cycles
         if backend == "triton":
-            from .kernels.enorm import FusedCycle
+            from .steps.triton import FusedCycle
 
             return FusedCycle(*shared)
-        from .kernels.enorm_foreach import ForeachCycle
+        from .steps.foreach import ForeachCycle
 
         return ForeachCycle(*shared)
 
@@ -506,7 +506,7 @@ class ENorm:
         torch.autograd.graph.increment_version([*tensors.values()])
 
     def _step_fused(self, fused: FusedCycle | ForeachCycle, tensors: dict[str, Tensor]) -> None:
-        from .kernels.enorm_plan import Slot
+        from .steps.plan import Slot
 
         self._seen = []
         weights = list(tensors.values())
@@ -698,7 +698,7 @@ def _at(model: nn.Module, path: Sequence[str]) -> Tensor | None:
 
 def _why_not(backend: str, tensors: Sequence[Tensor]) -> str:
     """Why a backend cannot be used on these parameters; empty if it can."""
-    from .kernels.enorm_plan import Followers
+    from .steps.plan import Followers
 
     device = tensors[0].device
     for q in tensors:
@@ -712,7 +712,7 @@ def _why_not(backend: str, tensors: Sequence[Tensor]) -> str:
         return "" if device.type in ("cpu", "cuda") else f"it has not been tried on {device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
-    from .kernels.enorm import can_launch
+    from .steps.triton import can_launch
 
     return "" if can_launch(device) else f"its kernels do not run on {device.type}"
 

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .optimizers import register_state_rule
+from .optimizer_state import register_state_rule
 
 __all__ = ["PathSGD", "path_kappa"]
 

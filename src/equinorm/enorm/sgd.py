@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..launch import is_capturing
 from .enorm import ENorm
-from .kernels.dispatch import is_capturing
 
 if TYPE_CHECKING:
-    from .kernels.enorm import Descent, FusedCycle
+    from .steps.triton import Descent, FusedCycle
 
 __all__ = ["ENormSGD"]
 
@@ -154,8 +154,8 @@ class ENormSGD(torch.optim.SGD):
         groups: list[int],
     ) -> str:
         """Why these tensors cannot be stepped on at once; empty if they can, and then `_descent` is made for them."""
-        from .kernels.enorm import Descent
-        from .kernels.enorm_plan import InexpressibleError
+        from .steps.plan import InexpressibleError
+        from .steps.triton import Descent
 
         if not cycle.fits(parameters[: cycle.count]):
             return "the model was moved, or laid out anew in memory"

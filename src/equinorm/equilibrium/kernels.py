@@ -33,8 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..equilibrium import EPS, TINY, equilibrate, output_size, spatial_ratio, stats_samples
-from .dispatch import CHANNELS_LAST, DTYPES, Launch, channels_last, on_device
+from ..launch import CHANNELS_LAST, DTYPES, Launch, channels_last, on_device
+from .layers import EPS, TINY, equilibrate, output_size, spatial_ratio, stats_samples
 
 __all__ = [
     "Convolution",

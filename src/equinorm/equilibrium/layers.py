@@ -15,8 +15,8 @@ The paper has sums where we have means, and r = batch · H_out · W_out · strid
 by the number of input elements leaves ρ = Π stride · size_out / size_in, which does not depend on the batch:
 a part of it can supply the statistics, and a batch of any size can be evaluated with them.
 
-Here is the method in plain torch operations. On CUDA layers hand over to `kernels/equilibrium.py`, and under
-`torch.compile`, which fuses the rest itself, what concerns the weights to `kernels/operators.py`.
+Here is the method in plain torch operations. On CUDA layers hand over to `kernels.py`, and under
+`torch.compile`, which fuses the rest itself, what concerns the weights to `operators.py`.
 
 >>> layer = equinorm.nn.EquiNormConv2d(64, 128, 3, padding=1)     # for nn.Conv2d and its nn.BatchNorm2d
 """
@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels.dispatch import compilable, dense, kernels
+from ..launch import compilable, dense, kernels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -366,7 +366,7 @@ class _EquiNorm(nn.Module):
     def _weight_and_bias(self, means: Tensor, rho: float) -> tuple[Tensor, Tensor | None]:
         """What the operation takes; for `torch.compile` on CUDA, by one kernel each way."""
         weight, gain, bias = self._output_first(), self.gain, self.bias
-        if not (compilable(weight, gain, bias) and dense(weight)):
+        if not (compilable("equinorm.equilibrium.operators", weight, gain, bias) and dense(weight)):
             return self._rounded(self._effective_weight(means, rho)), bias
         dtype = self._operation_dtype()
         options = (self._groups(), self.two_pass, self.eps, dtype)
@@ -414,7 +414,7 @@ class _EquiNorm(nn.Module):
         if (self.process_group if self.training else running) is not None:
             return None  # the statistics are not those of these inputs alone
         weight, gain, bias = self.weight, self.gain, self.bias
-        found = kernels("equilibrium", x, weight, gain, bias, running, plus)
+        found = kernels("equinorm.equilibrium.kernels", x, weight, gain, bias, running, plus)
         if found is None:
             return None
         autocast = _autocast_dtype(x.device.type)

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from .equilibrium import (
-    Convolution,
-    Settings,
-    _transform,
-    _weight_gradient,
-    transform_weight,
-    transform_weight_backward,
-)
+from .kernels import Convolution, Settings, _transform, _weight_gradient, transform_weight, transform_weight_backward
 
 __all__ = ["equilibrated", "equilibrated_backward"]
 

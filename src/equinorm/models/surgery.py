@@ -19,10 +19,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
-from . import activation_norms, equilibrium
-from .meanshift import _NoisyInput
-from .modulegraph import LAYER_OPS, NORM_OPS, Call, ModuleGraph, Step, channels_meet, has_own_forward
-from .weightnorm import _WITH_GAIN, LAYERS, TRANSPOSED, originals, tied_weights
+from ..equilibrium import layers as equilibrium
+from ..msr.rejection import _NoisyInput
+from ..norms import layers as activation_norms
+from ..weightnorm.parametrizations import _WITH_GAIN, LAYERS, TRANSPOSED, originals, tied_weights
+from .graph import LAYER_OPS, NORM_OPS, Call, ModuleGraph, Step, channels_meet, has_own_forward
 
 __all__ = ["Norm", "Plan", "Row"]
 

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels take pointers and numbers that Python has no types for)
-"""Mean shift rejection in Triton; the plain twin is `equinorm.meanshift`, whose letters are used here.
+"""Mean shift rejection in Triton; the plain twin is `rejection`, whose letters are used here.
 
 - `scaled_kernel`: W = e^g · V in one kernel, written in the precision in which it is used, and one for dV and dg.
 - `noisy`: an input times noise, which takes up no memory.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Launch, Written, channels_last, is_capturing, on_device
+from ..launch import Launch, Written, channels_last, is_capturing, on_device
 
 __all__ = ["GradientAdapter", "Kernel", "noisy", "scaled_kernel"]
 

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from .kernels.dispatch import dense, kernels
-from .weightnorm import (
+from ..launch import dense, kernels
+from ..weightnorm.parametrizations import (
     CONVOLUTIONS,
     TRANSPOSED,
     LayerReport,
@@ -140,7 +140,7 @@ class ScaledKernel(nn.Module):
         self.g = nn.Parameter(g.contiguous(), requires_grad=weight.requires_grad)
 
     def forward(self, V: Tensor) -> Tensor:
-        found = kernels("meanshift", V, self.g) if dense(V) else None
+        found = kernels("equinorm.msr.kernels", V, self.g) if dense(V) else None
         return self.g.exp() * V if found is None else found.scaled_kernel(V, self.g, dtype_in_use(V))
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class InputNoise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.a == 0.0:
             return x
-        found = kernels("meanshift", x) if self.per == "element" else None
+        found = kernels("equinorm.msr.kernels", x) if self.per == "element" else None
         if found is not None and dense(x):
             out: Tensor = found.noisy(x, self.a)
             return out
@@ -506,7 +506,7 @@ class MeanShiftRejection:
     def _adapt_fused_(self, scaled: list[tuple[Tensor, int]], gradients: list[Tensor]) -> bool:
         """The same in three launches on CUDA; False, and nothing done, where they cannot be used."""
         groups, scale = self.optimizer.param_groups, self._grad_scale()
-        found = kernels("meanshift", *(V for V, _ in scaled), *gradients, scale)
+        found = kernels("equinorm.msr.kernels", *(V for V, _ in scaled), *gradients, scale)
         if found is None or not all(map(dense, gradients)):
             return False
         if not all(dense(V) and V.grad is not None and V.grad.stride() == V.stride() for V, _ in scaled):

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .weightnorm import apply_weight_norm_, originals
+from ..weightnorm.parametrizations import apply_weight_norm_, originals
 
 __all__ = [
     "TLU",

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import UserError
-from .files import replacing
+from ..errors import UserError
+from ..files import replacing
 
 # Where training scripts keep the state dict inside a larger file, in the order in which we look.
 _NESTED = ("state_dict", "model_state_dict", "model", "model_state", "network", "net", "module", "weights", "params")

@@ -24,11 +24,12 @@ from torch.utils import _pytree as pytree
 
 from .. import diagnostics
 from ..diagnostics import style
-from ..enorm import BalanceReport, balance_
+from ..enorm.enorm import BalanceReport, balance_
+from ..errors import UserError
+from ..files import write_text
 from ..symmetry import Symmetry, TraceError, trace
-from . import UserError, verify
+from . import verify
 from .checkpoints import first_line
-from .files import write_text
 from .sources import Input
 from .sources import example_inputs as example_inputs_of
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import UserError, meant
+from ..errors import UserError, meant
 from .checkpoints import first_line
 
 # -- inputs ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import UserError
+from ..errors import UserError
 from .checkpoints import first_line
 
 # Rounding every weight once more changes the outputs a little: what is accepted for weights of each dtype.

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..weightnorm import normalized_filters
-from .dispatch import Launch, on_device
+from ..launch import Launch, on_device
+from .parametrizations import normalized_filters
 
 __all__ = ["Form", "normalized"]
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm as _TorchWeightNorm
 
-from .kernels.dispatch import dense, kernels
+from ..launch import dense, kernels
 
 __all__ = [
     "CentredWeightNorm",
@@ -121,7 +121,7 @@ def normalized_filters(
 
 def _filters(v: Tensor, g: Tensor | None, dim: int, **form: Any) -> Tensor:
     """`normalized_filters`, on CUDA in one kernel each way."""
-    found = kernels("weightnorm", v, g) if dim == 0 else None
+    found = kernels("equinorm.weightnorm.kernels", v, g) if dim == 0 else None
     if found is None or not all(dense(tensor) for tensor in (v, g) if tensor is not None):
         return normalized_filters(v, g, dim, **form)
     w: Tensor = found.normalized(v, g, found.Form(**form), dtype_in_use(v))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..objective import Side, Sum, powers_of
-from .enorm_plan import COLUMN, ROW, Anatomy, Followers, Slab, Slot, may_cancel
+from ...criteria.norm import Side, Sum, powers_of
+from .plan import COLUMN, ROW, Anatomy, Followers, Slab, Slot, may_cancel
 
 if TYPE_CHECKING:
     from ..enorm import Gains

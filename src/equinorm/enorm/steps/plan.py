@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..objective import Side
-from ..symmetry import ScaledParameter, Term
+from ...criteria.norm import Side
+from ...symmetry import ScaledParameter, Term
 
 ROW, COLUMN = 0, 1
 

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Launch, Written, is_capturing, on_device
-from .enorm_plan import Anatomy, Block, Followers, InexpressibleError, Slot, is_dense, make_plan, stretch
+from ...launch import Launch, Written, is_capturing, on_device
+from .plan import Anatomy, Block, Followers, InexpressibleError, Slot, is_dense, make_plan, stretch
 
 if TYPE_CHECKING:
     from ..enorm import Gains

@@ -25,9 +25,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import equinorm
 
-from ...objective import Objective, imbalance, layouts
+from ...criteria.norm import Objective, imbalance, layouts
 from ...solver import Cycle
-from ..sources import load
+from ...tools.sources import load
 
 TOLERANCE = 1e-8
 

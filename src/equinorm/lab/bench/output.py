@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console, RenderableType
 
-from ..files import write_text
-from ..trainer import about
+from ...files import write_text
+from ..training.trainer import about
 
 __all__ = ["Timing", "facts", "hardware", "save", "show"]
 

@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import UserError, throughput
-from ..trainer import chosen_device
+from ...errors import UserError
+from ..training import throughput
+from ..training.trainer import chosen_device
 from . import balance, scaling, steps
 from .output import facts, save, show
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import ENorm, MeanShiftRejection
-from ...enormsgd import ENormSGD
-from ...meanshift import parameter_groups, scaled_kernels
-from .. import models
+from ...enorm.sgd import ENormSGD
+from ...msr.rejection import parameter_groups, scaled_kernels
+from .. import nets as models
 from .llama import Llama
 from .output import Timing
 

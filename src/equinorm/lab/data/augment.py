@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import UserError
-from ..runs import Data
+from ...errors import UserError
+from ..training.runs import Data
 
 __all__ = [
     "Placement",

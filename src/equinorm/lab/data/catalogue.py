@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from .. import UserError
+from ...errors import UserError
 from .formats import Arrays, Raw, cifar_binary, cifar_python, gunzip, idx_pair, svhn_mat, untar
 
 __all__ = ["CATALOGUE", "Entry", "File", "Hub", "Layout", "Reader", "find", "missing"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import UserError
-from ..files import replacing
+from ...errors import UserError
+from ...files import replacing
 from .formats import Arrays
 
 __all__ = ["copy_path", "read_copy", "write_copy"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import UserError
+from ...errors import UserError
 from .copies import read_copy
 from .formats import Arrays, need
 

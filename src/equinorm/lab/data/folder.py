@@ -25,8 +25,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .. import UserError
-from ..runs import Data
+from ...errors import UserError
+from ..training.runs import Data
 from .loading import data_folder, names
 from .splits import Split
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .. import UserError
+from ...errors import UserError
 
 __all__ = ["Arrays", "Raw", "cifar_binary", "cifar_python", "gunzip", "idx", "idx_pair", "need", "svhn_mat", "untar"]
 

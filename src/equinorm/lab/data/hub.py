@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import UserError
+from ...errors import UserError
 from .catalogue import Entry, Hub
 from .formats import Arrays
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from .. import UserError
-from ..runs import Data
+from ...errors import UserError
+from ..training.runs import Data
 from . import hub
 from .catalogue import CATALOGUE, Entry, find, missing
 from .copies import read_copy, write_copy

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...weightnorm import apply_weight_norm_, scaled_weight_norm_
-from ..artifacts import Artifact, Claim, Compute
-from ..runs import Data, Model, Optim, Run
-from ..schedules import Linear
+from ...weightnorm.parametrizations import apply_weight_norm_, scaled_weight_norm_
+from ..training.runs import Data, Model, Optim, Run
+from ..training.schedules import Linear
+from .artifacts import Artifact, Claim, Compute
 from .common import Means, changed, grid, over, toy_run, wins
 
 __all__ = ["artifacts"]

@@ -1,7 +1,7 @@
 """What a table or figure of a paper is: the runs behind it, the paper's numbers, and what the paper says follows.
 
-A recipe (`lab/recipes/PAPER.py`) makes one `Artifact` per table or figure. Nothing here trains or draws: launchers run
-`artifact.runs()`, the report puts their results where the artifact says.
+A recipe (`lab/experiments/PAPER.py`) makes one `Artifact` per table or figure. Nothing here trains or draws: launchers
+run `artifact.runs()`, the report puts their results where the artifact says.
 
     artifact = find("repro2019/figure2")
     artifact.runs()                # every run, each once
@@ -17,7 +17,7 @@ from importlib import import_module
 from itertools import zip_longest
 from typing import Any, Literal
 
-from .runs import Run
+from ..training.runs import Run
 
 __all__ = ["PAPERS", "Artifact", "Cell", "Claim", "Compute", "Means", "all_artifacts", "find"]
 
@@ -110,7 +110,7 @@ def seeds(run: Run, n: int) -> tuple[Run, ...]:
 def all_artifacts() -> Mapping[str, Artifact]:
     """Every artifact of every recipe, by name."""
     made: Iterable[Sequence[Artifact]] = (
-        import_module(f"equinorm.lab.recipes.{paper}").artifacts() for paper in PAPERS
+        import_module(f"equinorm.lab.experiments.{paper}").artifacts() for paper in PAPERS
     )  # fmt: skip
     return {artifact.name: artifact for group in made for artifact in group}
 

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from . import UserError, counted, meant
+from ...errors import UserError, counted, meant
+from ...files import write_text
+from ..training.runs import Run
+from ..training.store import Record, Store
+from ..training.trainer import Outcome, chosen_device, in_words, load_checkpoint, train_all
+from . import ruff2020, stock2019
 from .artifacts import Artifact, all_artifacts
-from .files import write_text
-from .recipes import ruff2020, stock2019
-from .recipes.common import Chosen, choose, chosen_text, committed
-from .runs import Run
-from .store import Record, Store
-from .trainer import Outcome, chosen_device, in_words, load_checkpoint, train_all
+from .common import Chosen, choose, chosen_text, committed
 
 __all__ = [
     "CHOSEN",

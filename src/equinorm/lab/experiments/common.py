@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, TypeVar
 
-from .. import models
-from ..artifacts import Cell, Claim, Means, seeds
-from ..runs import Data, Method, Run
+from .. import nets as models
+from ..training.runs import Data, Method, Run
+from .artifacts import Cell, Claim, Means, seeds
 
 __all__ = [
     "Candidate",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-from ..artifacts import Artifact, Cell, Claim, Means, seeds
-from ..runs import Data, Model, Optim, Run
-from ..schedules import Step, SuperConvergence
+from ..training.runs import Data, Model, Optim, Run
+from ..training.schedules import Step, SuperConvergence
+from .artifacts import Artifact, Cell, Claim, Means, seeds
 from .common import changed, grid, toy_run, wins
 
 __all__ = ["artifacts"]

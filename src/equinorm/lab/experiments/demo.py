@@ -43,10 +43,10 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import equinorm
-from equinorm.meanshift import parameter_groups
+from equinorm.msr.rejection import parameter_groups
 
-from . import UserError
-from .files import replacing, write_text
+from ...errors import UserError
+from ...files import replacing, write_text
 
 WIDTH, BATCH, WEIGHT_DECAY = 100, 64, 1e-3
 DEPTHS = (1, 9, 15, 19)  # intermediary layers: width × width, between the first layer and the classifier

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..artifacts import Artifact, Claim
-from ..runs import Data, Method, Model, Optim, Run
-from ..schedules import Linear
+from ..training.runs import Data, Method, Model, Optim, Run
+from ..training.schedules import Linear
+from .artifacts import Artifact, Claim
 from .common import Means, changed, grid, over, toy_run, trained, wins
 
 __all__ = ["CIFAR10", "DEPTHS", "LEARNING_RATES", "artifacts", "fc_run", "shrink"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import UserError, counted, meant
+from ...errors import UserError, counted, meant
+from ..training.launchers import Launcher, Options, launch
+from ..training.runs import Run
+from ..training.store import Record, Store
+from ..training.trainer import Outcome, about, in_words
 from .artifacts import PAPERS, Artifact, all_artifacts
-from .launchers import Launcher, Options, launch
-from .runs import Run
-from .store import Record, Store
-from .trainer import Outcome, about, in_words
 
 __all__ = ["Reproduced", "chosen", "reproduce", "single"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..artifacts import Artifact, Cell, Claim, seeds
-from ..runs import Data, Method, Model, Optim, Run
-from ..schedules import Step
+from ..training.runs import Data, Method, Model, Optim, Run
+from ..training.schedules import Step
+from .artifacts import Artifact, Cell, Claim, seeds
 from .common import Means, changed, score, toy_run, trained
 
 __all__ = ["artifacts"]

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..artifacts import Artifact, Cell, Claim, seeds
-from ..runs import Data, Method, Model, Optim, Run
-from ..schedules import Linear, Quadratic
+from ..training.runs import Data, Method, Model, Optim, Run
+from ..training.schedules import Linear, Quadratic
 from . import repro2019
+from .artifacts import Artifact, Cell, Claim, seeds
 from .common import (
     Candidate,
     Choice,

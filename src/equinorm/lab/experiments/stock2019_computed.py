@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ... import ENorm
-from .. import models
-from ..artifacts import Artifact, Cell, Claim, Compute
+from .. import nets as models
+from .artifacts import Artifact, Cell, Claim, Compute
 from .common import Means
 
 __all__ = ["FIGURE_6", "FIGURE_7", "FIGURE_9", "TABLE_1"]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.utils import parametrize
 
-from ...equilibrium import EquiNormConv2d
-from ...kernels.dispatch import kernels
-from ...meanshift import InputNoise, ScaledKernel
-from ...weightnorm import originals
+from ...equilibrium.layers import EquiNormConv2d
+from ...launch import kernels
+from ...msr.rejection import InputNoise, ScaledKernel
+from ...weightnorm.parametrizations import originals
 
 __all__ = ["Conv2d", "Residual", "fused_kernels", "in_turn"]
 
@@ -39,7 +39,7 @@ def fused_kernels() -> Iterator[None]:
 
 
 def _kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
-    return kernels(name, *tensors) if _wanted else None
+    return kernels(f"equinorm.lab.nets.kernels.{name}", *tensors) if _wanted else None
 
 
 class Conv2d(nn.Conv2d):

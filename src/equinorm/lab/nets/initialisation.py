@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...equilibrium import _EquiNorm
-from ...weightnorm import (
+from ...equilibrium.layers import _EquiNorm
+from ...weightnorm.parametrizations import (
     InitReport,
     apply_weight_norm_,
     data_dependent_init_,

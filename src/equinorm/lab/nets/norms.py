@@ -25,10 +25,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ... import activation_norms as an
-from ... import equilibrium as en
-from ... import meanshift as ms
-from ... import weightnorm as wn
+from ...equilibrium import layers as en
+from ...msr import rejection as ms
+from ...norms import layers as an
+from ...weightnorm import parametrizations as wn
 from .chain import Chain, named
 from .fused import Conv2d
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import UserError
-from ..artifacts import Artifact, all_artifacts
-from ..files import replacing
-from ..store import Record, Store
+from ...errors import UserError
+from ...files import replacing
+from ..experiments.artifacts import Artifact, all_artifacts
+from ..training.store import Record, Store
 from . import figures, headline, markdown, page, style
 from .results import Result, evaluate
 from .wording import slug

@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ...diagnostics.style import GREY, finish
-from ..store import Record
+from ..training.store import Record
 from .results import Number, Result, metric_of
 from .style import Look, canvas, looks
 from .wording import metric_name, value

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..recipes import defazio2018, ruff2020
+from ..experiments import defazio2018, ruff2020
 from .results import Number, Result
 from .wording import signed
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from ..artifacts import Artifact, Cell
-from ..store import Computed, Record
+from ..experiments.artifacts import Artifact, Cell
+from ..training.store import Computed, Record
 
 __all__ = [
     "VERDICTS",

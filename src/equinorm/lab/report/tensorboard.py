@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from .. import UserError
+from ...errors import UserError
 from .results import Result, metric_of
 from .wording import slug
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .. import counted
-from ..store import Record
+from ...errors import counted
+from ..training.store import Record
 from .results import Chosen, Gain, Gains, Number, Result, Verdict, gains, time_of
 
 if TYPE_CHECKING:

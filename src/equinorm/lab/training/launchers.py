@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from . import UserError, together
+from ...errors import UserError
+from . import together
 from .progress import display
 from .runs import Run
 from .store import Record, Store, dumps, parse

@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from . import UserError
-from .files import to_disk
+from ...errors import UserError
+from ...files import to_disk
 from .runs import Run
 
 __all__ = ["PATIENCE", "Claim", "Computed", "DamagedError", "Merged", "Record", "Scan", "Store"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .data import DataSet, Split
-from .models import toy
+from ..data import DataSet, Split
+from ..nets import toy
 from .runs import Data, Method, Model, Optim, Run
 from .schedules import Constant
 from .trainer import make_room

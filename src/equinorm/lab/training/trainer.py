@@ -29,10 +29,10 @@ from typing import Any, Literal
 
 import torch
 
-from . import UserError, counted
-from . import data as datasets
-from .data.folder import find_folder
-from .files import replacing
+from ...errors import UserError, counted
+from ...files import replacing
+from .. import data as datasets
+from ..data.folder import find_folder
 from .runs import Run
 from .store import Claim, Record, Store
 from .training import Inputs, Streamed, Training

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
-from ..diagnostics import filter_norms, layer_energy
-from ..meanshift import parameter_groups, scaled_kernels
-from ..running_statistics import update_statistics_
-from . import models
-from .data import DataSet, augment, draw_lambda, mixed_loss
-from .data.folder import SIZE, ImageFolder, stream
-from .models.fused import fused_kernels
+from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
+from ...diagnostics import filter_norms, layer_energy
+from ...models.running_statistics import update_statistics_
+from ...msr.rejection import parameter_groups, scaled_kernels
+from .. import nets as models
+from ..data import DataSet, augment, draw_lambda, mixed_loss
+from ..data.folder import SIZE, ImageFolder, stream
+from ..nets.fused import fused_kernels
 from .runs import Optim, Run
 
 __all__ = ["LOSSES", "Inputs", "Streamed", "Training", "precision"]

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import on_device
+from ....launch import on_device
 
 __all__ = ["Unit", "conv3x3", "fits", "residuals"]
 

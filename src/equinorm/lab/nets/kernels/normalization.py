@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import DTYPES, on_device
+from ....launch import DTYPES, on_device
 
 __all__ = ["batch_norm", "fits", "group_norm"]
 

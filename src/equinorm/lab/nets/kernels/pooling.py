@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import DTYPES, on_device
+from ....launch import DTYPES, on_device
 
 __all__ = ["fits", "relu_max_pool"]
 

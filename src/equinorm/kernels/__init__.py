@@ -1,1 +1,0 @@
-"""Fused versions of the methods for CUDA, in Triton; each stands beside a plain twin and equals it."""

@@ -1,0 +1,1 @@
+"""What tests of several rooms use: networks, grids, Triton's interpreter."""
