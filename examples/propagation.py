@@ -36,7 +36,7 @@ def chain(scaled: bool) -> nn.Sequential:
     if scaled:
         equinorm.scaled_weight_norm_(model)
     else:
-        equinorm.apply_weight_norm_(model)
+        equinorm.weight_norm_(model)
         for name, parameter in model.named_parameters():
             if name.endswith("original0"):
                 nn.init.ones_(parameter)  # unit filters

@@ -38,7 +38,7 @@ def train(lr: float) -> dict[str, Any]:
     model = nn.Linear(2, 1, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.8, 0.6]]))
-    equinorm.apply_weight_norm_(model)
+    equinorm.weight_norm_(model)
     v = model.get_parameter(V)
     optimizer = torch.optim.SGD([v], lr=lr)
     path, rates, angles = [v.detach().clone()], [], []

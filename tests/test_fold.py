@@ -19,7 +19,7 @@ from equinorm.folding import fold
 from equinorm.models.surgery import attach_norm_
 from equinorm.msr.rejection import InputNoise, apply_mean_shift_rejection_
 from equinorm.norms.layers import BatchRenorm1d, BatchRenorm2d, MeanOnlyBatchNorm2d, NormalizationPropagation
-from equinorm.weightnorm.parametrizations import apply_weight_norm_, scaled_weight_norm_
+from equinorm.weightnorm import scaled_weight_norm_, weight_norm_
 from test_convert import Net, NormAct, Padded, Plain, Scaled, Small, images, train
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -129,7 +129,7 @@ def test_norm_before_a_layer(name: str) -> None:
 def test_norms_before_and_behind_a_parametrized_layer() -> None:
     layers = [nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6), nn.BatchNorm2d(6)]
     model = nn.Sequential(*layers, nn.Conv2d(6, 2, 1))
-    apply_weight_norm_(model)
+    weight_norm_(model)
     plain, report = check(randomized(model), torch.rand(2, 4, 8, 8, dtype=torch.float64))
     assert not report.kept
     assert [row.why for row in report.converted if "BatchNorm" in row.was] == [f"folded into {i}" for i in (2, 2, 5)]
@@ -286,7 +286,7 @@ def test_parametrized_weights_become_plain() -> None:
         nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 6), nn.Linear(6, 2)
     )
     apply_mean_shift_rejection_(model)
-    apply_weight_norm_(model, where=lambda name, _: name == "0")
+    weight_norm_(model, where=lambda name, _: name == "0")
     scaled_weight_norm_(model, where=lambda name, _: name == "4")
     nn.utils.parametrizations.spectral_norm(model[5])
     model.double()
@@ -306,7 +306,7 @@ def test_parametrized_weights_become_plain() -> None:
 def test_folding_a_copy_leaves_all_other_copies_whole() -> None:
     """A parametrized module shares its class with its deep copies; torch takes the weight off that class."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    apply_weight_norm_(model)
+    weight_norm_(model)
     twin = copy.deepcopy(model)
     fold(model)
     fold(twin, inplace=True)

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
         zero_mean_init_,
     )
     from .symmetry import Symmetry, TraceError, trace
-    from .weightnorm.parametrizations import (
-        apply_weight_norm_,
+    from .weightnorm.apply import (
         centred_weight_norm_,
-        data_dependent_init_,
-        remove_weight_norm_,
         scaled_weight_norm_,
+        weight_norm_,
         weight_standardization_,
     )
+    from .weightnorm.init import data_dependent_init_
 
 # where each public name lives
 _HOME = {
@@ -51,23 +50,22 @@ _HOME = {
     "TraceError": "symmetry",
     "add_input_noise_": "msr.rejection",
     "apply_mean_shift_rejection_": "msr.rejection",
-    "apply_weight_norm_": "weightnorm.parametrizations",
     "balance_": "enorm.enorm",
     "centre_gradients_": "msr.rejection",
-    "centred_weight_norm_": "weightnorm.parametrizations",
+    "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
-    "data_dependent_init_": "weightnorm.parametrizations",
+    "data_dependent_init_": "weightnorm.init",
     "fold": "folding",
     "fold_mean_shift_rejection_": "msr.rejection",
     "methods": "conversion",
     "parameter_groups": "msr.rejection",
     "register_method": "conversion",
     "register_state_rule": "enorm.optimizer_state",
-    "remove_weight_norm_": "weightnorm.parametrizations",
-    "scaled_weight_norm_": "weightnorm.parametrizations",
+    "scaled_weight_norm_": "weightnorm.apply",
     "trace": "symmetry",
     "update_statistics_": "models.running_statistics",
-    "weight_standardization_": "weightnorm.parametrizations",
+    "weight_norm_": "weightnorm.apply",
+    "weight_standardization_": "weightnorm.apply",
     "zero_mean_init_": "msr.rejection",
 }
 
@@ -84,7 +82,6 @@ __all__ = [
     "TraceError",
     "add_input_noise_",
     "apply_mean_shift_rejection_",
-    "apply_weight_norm_",
     "balance_",
     "centre_gradients_",
     "centred_weight_norm_",
@@ -98,10 +95,10 @@ __all__ = [
     "parameter_groups",
     "register_method",
     "register_state_rule",
-    "remove_weight_norm_",
     "scaled_weight_norm_",
     "trace",
     "update_statistics_",
+    "weight_norm_",
     "weight_standardization_",
     "zero_mean_init_",
 ]

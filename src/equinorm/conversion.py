@@ -25,7 +25,7 @@ from .models.graph import ModuleGraph
 from .models.surgery import Plan, Row
 from .registry import Method, find_method, methods, norm_behind, register_method
 from .symmetry.capture import unwrap
-from .weightnorm.parametrizations import data_dependent_init_
+from .weightnorm.init import data_dependent_init_
 
 __all__ = ["ConvertReport", "Method", "Row", "convert", "methods", "register_method"]
 

@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from .conversion import ConvertReport, deep_copy
 from .equilibrium.layers import _EquiNorm
 from .models.graph import Call, ModuleGraph
+from .models.layers import LAYERS, TRANSPOSED
+from .models.parametrized import bake_weight_
 from .models.running_statistics import has_running_statistics
 from .models.surgery import (
     CHANNEL_NORMS,
@@ -39,7 +41,6 @@ from .models.surgery import (
 from .msr.rejection import InputNoise
 from .norms.layers import NormalizationPropagation, _BatchRenorm, _MeanOnlyBatchNorm
 from .symmetry.capture import unwrap
-from .weightnorm.parametrizations import LAYERS, TRANSPOSED, bake_weight_
 
 __all__ = ["fold"]
 

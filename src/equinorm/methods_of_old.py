@@ -20,8 +20,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _WeightNorm
 
+from . import weightnorm as wn
 from .equilibrium import layers as en
 from .models.graph import Call, Step
+from .models.layers import fans
+from .models.parametrized import originals
 from .models.surgery import (
     OTHER_NORMS,
     Norm,
@@ -41,7 +44,7 @@ from .models.surgery import (
 from .msr import rejection as ms
 from .norms import layers as an
 from .registry import Place, built_in, fuse_layers, replace_norms
-from .weightnorm import parametrizations as wn
+from .weightnorm.apply import have_directions, why_no_filters
 
 WITH_DATA_DEPENDENT_INIT = ("weightnorm", "centred_weightnorm", "scaled_weightnorm", "weightnorm_mean_only")
 """Methods whose gains and biases can be chosen from a batch of data (arpit2019, section 4)."""
@@ -79,7 +82,7 @@ def _equinorm(plan: Plan, depthwise: bool, balance_signs: bool, **options: Any) 
         kind = _EQUINORM.get(torch_layer(layer))
         if kind is None:
             return f"there is no EquiNorm layer for {type(layer).__name__}"
-        if wn.fans(layer)[0] < 2:
+        if fans(layer)[0] < 2:
             return "a fan-in of 1: EquiNorm balances the weights of an output against each other"
         if not depthwise and getattr(layer, "groups", 1) > 1 and layer.in_channels == layer.groups:
             return "a depthwise convolution, with one input channel per output; convert it with depthwise=True"
@@ -212,12 +215,12 @@ class Parametrization:
 
 def why_no_directions(layer: nn.Module, centred: bool = False) -> str:
     """Why the filters of a layer have no direction of their own; empty if they have."""
-    if not (why := wn.why_no_filters(layer, centred)) and not wn.have_directions(layer, centred):
+    if not (why := why_no_filters(layer, centred)) and not have_directions(layer, centred):
         why = "it has a filter of length 0, which has no direction: initialise it first"
     return why or ""
 
 
-_WEIGHT_NORM = Parametrization(wn.WeightNorm, wn.apply_weight_norm_, why_no_directions, same=(_WeightNorm,))
+_WEIGHT_NORM = Parametrization(wn.WeightNorm, wn.weight_norm_, why_no_directions, same=(_WeightNorm,))
 _CENTRED = Parametrization(wn.CentredWeightNorm, wn.centred_weight_norm_, partial(why_no_directions, centred=True))
 _SCALED = Parametrization(wn.ScaledWeightNorm, wn.scaled_weight_norm_, why_no_directions)
 _STANDARDIZED = Parametrization(
@@ -231,7 +234,7 @@ def parametrize_layers(plan: Plan, method: Parametrization, only: set[str] | Non
     same: set[str] = set()
     for call in plan.layers():
         path, layer = call.path, call.module
-        if is_parametrized(layer) and isinstance(wn.originals(layer)[0], (method.kind, *method.same)):
+        if is_parametrized(layer) and isinstance(originals(layer)[0], (method.kind, *method.same)):
             plan.keep(path, f"it is a {describe(layer)} already", already=True)
             same.add(path)
         elif only is not None and path not in only:
@@ -267,7 +270,7 @@ def _why_not_instead(plan: Plan, norm: Norm, normed: set[str]) -> str:
     return plan.why_no_bias(norm.layer)
 
 
-@built_in("weightnorm", "weight norm", "weight", "arpit2019", wn.apply_weight_norm_)
+@built_in("weightnorm", "weight norm", "weight", "arpit2019", wn.weight_norm_)
 def _weightnorm(plan: Plan) -> None:
     _weight_norm_instead_of_norms(plan, _WEIGHT_NORM)
 

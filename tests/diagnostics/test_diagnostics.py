@@ -427,7 +427,7 @@ def test_layers_are_found_however_they_are_made() -> None:
             return self.inner(self.inner(self.table(ids)))
 
     model = Twice()
-    equinorm.apply_weight_norm_(model, where=lambda name, _: name == "inner")
+    equinorm.weight_norm_(model, where=lambda name, _: name == "inner")
     found = d.forward_norms(model, {"ids": torch.tensor([[0, 1], [2, 3]])})
     assert found.names == ["table", "inner", "inner#2"]
     assert math.isnan(float(found.input_norm))
@@ -599,7 +599,7 @@ def test_weight_norm_appears_by_its_direction() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 5, 3))
     lengths = d.filter_norms(model).norms
     assert torch.allclose(lengths["1.weight"], torch.linalg.vector_norm(model[1].weight.detach(), dim=(0, 2, 3)))
-    equinorm.apply_weight_norm_(model)
+    equinorm.weight_norm_(model)
     names = set(d.filter_norms(model).norms)
     assert names == {f"{i}.parametrizations.weight.original1" for i in (0, 1)}  # v, not the gain g
     assert d.filter_norms(model).all.shape == (9,)

@@ -15,7 +15,7 @@ from equinorm.equilibrium.layers import EquiNormConv2d
 from equinorm.lab.experiments import demo
 from equinorm.lab.experiments.demo import DEEP, FAMILIES, METHODS, RATES, RESIDUAL, STUDIES, Job, Run, best_rate, cell
 from equinorm.msr.rejection import ScaledKernel
-from equinorm.weightnorm.parametrizations import ScaledWeightNorm, WeightNorm
+from equinorm.weightnorm import ScaledWeightNorm, WeightNorm
 
 
 def finished(lr: float = 0.1, accuracy: float | None = 90.0, diverged_at: int | None = None) -> Run:

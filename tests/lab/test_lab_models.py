@@ -18,9 +18,10 @@ from equinorm.lab import nets as models
 from equinorm.lab.nets import build, initialise_from_data, names, norm_names, toy
 from equinorm.lab.nets.norms import Layers
 from equinorm.lab.nets.resnets import Residual, ZeroPaddedSkip
+from equinorm.models.layers import fans
+from equinorm.models.parametrized import originals, parametrized_layers
 from equinorm.msr.rejection import InputNoise, scaled_kernels
 from equinorm.norms.layers import TLU, FilterResponseNorm
-from equinorm.weightnorm.parametrizations import fans, originals, parametrized_layers
 from support.nets import assert_function_kept
 
 IMAGENET, CIFAR, DIGITS = (3, 224, 224), (3, 32, 32), (1, 8, 8)

@@ -18,24 +18,26 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from equinorm.weightnorm.parametrizations import (
+import equinorm
+from equinorm.models.parametrized import bake_weights_, parametrized_layers
+from equinorm.weightnorm import (
+    WITH_GAIN,
     CentredWeightNorm,
     LayerReport,
     ScaledWeightNorm,
     WeightNorm,
     WeightStandardization,
-    apply_weight_norm_,
     centred_weight_norm_,
     data_dependent_init_,
     fans,
-    remove_weight_norm_,
     scaled_weight_norm_,
+    weight_norm_,
     weight_standardization_,
 )
 
 Apply = Callable[..., LayerReport]
 METHODS: dict[str, Apply] = {
-    "weight norm": apply_weight_norm_,
+    "weight norm": weight_norm_,
     "scaled": scaled_weight_norm_,
     "centred": centred_weight_norm_,
     "standardized": weight_standardization_,
@@ -114,7 +116,7 @@ def inputs_of(layer: nn.Module) -> Tensor:
 @given(layers())
 def test_weight_norm_is_its_equation(layer: nn.Module) -> None:
     before = layer.weight.detach().clone()
-    assert apply_weight_norm_(layer).applied == ("",)
+    assert weight_norm_(layer).applied == ("",)
     torch.testing.assert_close(layer.weight, before, rtol=0, atol=1e-14)
     with torch.no_grad():
         gain(layer).normal_()
@@ -179,7 +181,7 @@ def test_removing_gives_a_plain_layer_with_the_same_function(layer: nn.Module, n
     keys = set(layer.state_dict())
     METHODS[name](layer)
     expected = layer(x)
-    remove_weight_norm_(layer)
+    equinorm.fold(layer, inplace=True)
     assert type(layer) is kind
     assert set(layer.state_dict()) == keys
     assert isinstance(layer.weight, nn.Parameter)
@@ -207,14 +209,14 @@ def test_gradients_and_second_derivatives(name: str, dim: int) -> None:
 
 def test_weight_norm_is_torchs_with_torchs_keys() -> None:
     ours, torchs, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(5, 4)
-    apply_weight_norm_(ours)
+    weight_norm_(ours)
     nn.utils.parametrizations.weight_norm(torchs)
     torchs.load_state_dict(ours.state_dict())
     torch.testing.assert_close(torchs(x), ours(x))
     data_dependent_init_(torchs, x)
     data_dependent_init_(ours, x)
     torch.testing.assert_close(torchs.state_dict(), ours.state_dict())
-    assert remove_weight_norm_(torchs) == ("",)
+    assert [name for name, _ in parametrized_layers(torchs, *WITH_GAIN)] == [""]
 
 
 @given(layers(), st.sampled_from(["scaled", "centred", "standardized"]))
@@ -248,7 +250,7 @@ def test_report_says_what_was_left_and_why() -> None:
             self.body = nn.Linear(4, 4)
 
     net = Net()
-    report = apply_weight_norm_(net, where=lambda name, layer: name != "body")
+    report = weight_norm_(net, where=lambda name, layer: name != "body")
     assert report.applied == ("once",)  # one layer under two names is not a tie
     assert report.skipped == {
         "lm_head": "its weight is shared: embed.weight = lm_head.weight",
@@ -273,12 +275,12 @@ def test_nothing_is_touched_when_a_filter_has_no_direction(method: Apply) -> Non
 def test_models_on_the_meta_device() -> None:
     with torch.device("meta"):
         net = Residual()
-    assert len(apply_weight_norm_(net).applied) == 4
+    assert len(weight_norm_(net).applied) == 4
 
 
 def test_lazy_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="run the model once"):
-        apply_weight_norm_(nn.Sequential(nn.LazyLinear(3)))
+        weight_norm_(nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_unknown_names_are_refused() -> None:
@@ -298,17 +300,17 @@ def test_removal_refuses_what_lies_on_top() -> None:
             return 2 * w
 
     layer = nn.Linear(3, 2)
-    apply_weight_norm_(layer)
+    weight_norm_(layer)
     parametrize.register_parametrization(layer, "weight", Twice())
     with pytest.raises(ValueError, match="on top"):
-        remove_weight_norm_(layer)
+        bake_weights_(dict(parametrized_layers(layer, WeightNorm)))
 
 
 def test_frozen_weights_stay_frozen_parameters() -> None:
     """torch turns a weight into a buffer when nothing behind it requires a gradient."""
     layer = nn.Linear(3, 2).requires_grad_(False)
-    apply_weight_norm_(layer)
-    remove_weight_norm_(layer)
+    weight_norm_(layer)
+    equinorm.fold(layer, inplace=True)
     assert isinstance(layer.weight, nn.Parameter)
     assert not layer.weight.requires_grad
     assert list(dict(layer.named_parameters())) == ["bias", "weight"]
@@ -340,7 +342,7 @@ def outputs(model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("method", [apply_weight_norm_, scaled_weight_norm_, centred_weight_norm_])
+@pytest.mark.parametrize("method", [weight_norm_, scaled_weight_norm_, centred_weight_norm_])
 def test_data_dependent_init_standardizes_every_layer(method: Apply) -> None:
     net, x = Residual().double(), images(32)
     method(net)
@@ -357,7 +359,7 @@ def test_data_dependent_init_standardizes_every_layer(method: Apply) -> None:
 def test_data_dependent_init_is_salimans_and_kingma() -> None:
     """g = 1/σ[t] and b = -μ[t]/σ[t] with t = v·x/‖v‖, from any gain and bias."""
     layer, x = nn.Linear(5, 3).double(), torch.randn(64, 5, dtype=torch.float64)
-    apply_weight_norm_(layer)
+    weight_norm_(layer)
     with torch.no_grad():
         gain(layer).normal_().abs_()
     data_dependent_init_(layer, x)
@@ -370,7 +372,7 @@ def test_data_dependent_init_is_salimans_and_kingma() -> None:
 
 def test_data_dependent_init_without_biases_sets_the_variance() -> None:
     net, x = Residual(bias=False).double(), images(32)
-    apply_weight_norm_(net)
+    weight_norm_(net)
     assert data_dependent_init_(net, (x,)).without_bias == ("stem", "conv1", "conv2", "head")
     for out in outputs(net, x).values():
         over = [axis for axis in range(out.ndim) if axis != 1]
@@ -379,7 +381,7 @@ def test_data_dependent_init_without_biases_sets_the_variance() -> None:
 
 def test_data_dependent_init_takes_keyword_arguments_and_unbatched_maps() -> None:
     conv = nn.Conv1d(2, 3, 2).double()
-    apply_weight_norm_(conv)
+    weight_norm_(conv)
     x = torch.randn(2, 30, dtype=torch.float64)  # [C, L], no batch axis
     data_dependent_init_(conv, {"input": x})
     assert conv(x).detach().var(1, correction=0).sub(1).abs().max() < 1e-10
@@ -395,7 +397,7 @@ def test_a_layer_that_runs_twice_is_set_by_its_first_run() -> None:
             return self.cell(F.relu(self.cell(x)))
 
     net, x = Recurrent().double(), torch.randn(50, 4, dtype=torch.float64)
-    apply_weight_norm_(net)
+    weight_norm_(net)
     assert data_dependent_init_(net, x).order == ("cell",)
     first = outputs(net, x)["cell"]
     torch.testing.assert_close(first.var(0, correction=0), torch.ones(4, dtype=torch.float64))
@@ -403,7 +405,7 @@ def test_a_layer_that_runs_twice_is_set_by_its_first_run() -> None:
 
 def test_constant_outputs_keep_their_gain() -> None:
     net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double(), torch.randn(20, 3).double()
-    apply_weight_norm_(net)
+    weight_norm_(net)
     x[:, :] = 1e3  # the same for every example
     before = gain(net[0]).clone()
     report = data_dependent_init_(net, x)
@@ -425,7 +427,7 @@ def test_a_failed_init_leaves_the_model_alone(fails: str) -> None:
             return x
 
     net = Net()
-    apply_weight_norm_(net)
+    weight_norm_(net)
     before = copy.deepcopy(net.state_dict())
     match = {"unreached": "never ran through .'unused'.", "single": "two or more", "raises": "on purpose"}[fails]
     with pytest.raises((ValueError, RuntimeError), match=match):
@@ -436,7 +438,7 @@ def test_a_failed_init_leaves_the_model_alone(fails: str) -> None:
 
 
 def test_init_without_weight_norm_is_refused() -> None:
-    with pytest.raises(ValueError, match="apply_weight_norm_"):
+    with pytest.raises(ValueError, match="weight_norm_"):
         data_dependent_init_(Residual(), images())
 
 
@@ -627,11 +629,11 @@ def test_fans(groups: int, inputs: int, outs: int, k: int) -> None:
 def test_removing_from_one_copy_leaves_the_others_whole(under: Any) -> None:
     """Deep copies of a parametrized module share their class, off which torch takes the weight."""
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
-    apply_weight_norm_(model)
+    weight_norm_(model)
     twin, x = copy.deepcopy(model), torch.randn(5, 4).double()
     expected = model(x)
     with under():
-        remove_weight_norm_(model)
+        equinorm.fold(model, inplace=True)
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(twin(x), expected)
     assert model[0].weight.requires_grad

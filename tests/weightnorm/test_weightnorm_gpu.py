@@ -11,10 +11,10 @@ from torch import nn
 
 import equinorm
 from equinorm.launch import plain_only
-from equinorm.weightnorm.parametrizations import centred_weight_norm_, scaled_weight_norm_, weight_standardization_
+from equinorm.weightnorm import centred_weight_norm_, scaled_weight_norm_, weight_standardization_
 
 pytestmark = pytest.mark.gpu
-FAMILY = [equinorm.apply_weight_norm_, centred_weight_norm_, scaled_weight_norm_, weight_standardization_]
+FAMILY = [equinorm.weight_norm_, centred_weight_norm_, scaled_weight_norm_, weight_standardization_]
 
 
 def net(apply: Any, layout: torch.memory_format) -> nn.Module:

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from ..symmetry.capture import TraceError, describe_parameters, example_arguments, export, is_inplace
-from ..weightnorm.parametrizations import LAYERS
+from .layers import LAYERS
 
 __all__ = ["Call", "ModuleGraph", "Step", "has_own_forward"]
 

@@ -22,8 +22,10 @@ from torch.nn.utils import parametrize
 from ..equilibrium import layers as equilibrium
 from ..msr.rejection import _NoisyInput
 from ..norms import layers as activation_norms
-from ..weightnorm.parametrizations import _WITH_GAIN, LAYERS, TRANSPOSED, originals, tied_weights
+from ..weightnorm.parametrizations import WITH_GAIN
 from .graph import LAYER_OPS, NORM_OPS, Call, ModuleGraph, Step, channels_meet, has_own_forward
+from .layers import LAYERS, TRANSPOSED, tied_weights
+from .parametrized import originals
 
 __all__ = ["Norm", "Plan", "Row"]
 
@@ -262,7 +264,7 @@ class Plan:
         if not self.graph.weight_is_used_as_it_is(call):
             return "its forward changes the weight before it is used"
         if is_parametrized(layer):
-            if not baked and not isinstance(originals(layer)[0], _WITH_GAIN):
+            if not baked and not isinstance(originals(layer)[0], WITH_GAIN):
                 return f"its weight is made by {describe_parametrizations(layer)}, which has no gain"
         elif (weight := layer._parameters.get("weight")) is None:
             return "its weight is not a parameter of its own"

@@ -38,19 +38,10 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..launch import dense, kernels
-from ..weightnorm.parametrizations import (
-    CONVOLUTIONS,
-    TRANSPOSED,
-    LayerReport,
-    Where,
-    bake_weights_,
-    dtype_in_use,
-    filter_norm,
-    originals,
-    run,
-    tied_weights,
-    why_not_parametrize,
-)
+from ..models.filters import filter_norm
+from ..models.inputs import call
+from ..models.layers import CONVOLUTIONS, TRANSPOSED, LayerReport, Where, tied_weights
+from ..models.parametrized import bake_weights_, dtype_in_use, originals, why_not_parametrize
 
 __all__ = [
     "InputNoise",
@@ -229,7 +220,7 @@ def _first_spatial(model: nn.Module, example_inputs: Any) -> nn.Module | None:
         for module in training:
             module.training = False  # module by module: some may be in evaluation on purpose
         with torch.no_grad():
-            run(model, example_inputs)
+            call(model, example_inputs)
     finally:
         for module in training:
             module.training = True

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..weightnorm.parametrizations import apply_weight_norm_, originals
+from ..models.parametrized import originals
+from ..weightnorm.apply import weight_norm_
 
 __all__ = [
     "TLU",
@@ -268,7 +269,7 @@ class NormalizationPropagation(nn.Module):
 
     `layer` is weight-normed in place: its gain is γ and starts at `gain`, its bias is β and starts at 0; one
     without bias goes without. `gain=1` keeps the variance of activations; 1/1.21 keeps that of gradients instead,
-    since the mean squared slope of the function is ½ / (½ (1 - 1/π)) = 1.21². `remove_weight_norm_` makes the
+    since the mean squared slope of the function is ½ / (½ (1 - 1/π)) = 1.21². `equinorm.fold` makes the
     weight plain.
 
     >>> nn.Sequential(NormalizationPropagation(nn.Conv2d(3, 16, 3)), NormalizationPropagation(nn.Conv2d(16, 16, 3)))
@@ -276,7 +277,7 @@ class NormalizationPropagation(nn.Module):
 
     def __init__(self, layer: nn.Module, gain: float = 1.0) -> None:
         super().__init__()
-        report = apply_weight_norm_(layer, where=lambda _, inner: inner is layer)
+        report = weight_norm_(layer, where=lambda _, inner: inner is layer)
         if not report.applied:
             why = "; ".join(report.skipped.values()) or "not a linear or convolutional layer"
             raise TypeError(f"normalization propagation cannot wrap {layer}: {why}")

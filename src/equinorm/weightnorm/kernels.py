@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, on_device
-from .parametrizations import normalized_filters
+from .functional import normalized_filters
 
 __all__ = ["Form", "normalized"]
 
@@ -133,10 +133,10 @@ class _Normalized(torch.autograd.Function):
         v, g, stats = ctx.saved_tensors
         (grad,), needed = grads, ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():  # somebody will differentiate this once more
-            wanted = [t for t, need in zip((v, g), needed, strict=True) if need]
+            inputs = [t for t, need in zip((v, g), needed, strict=True) if need]
             w = normalized_filters(v, g, **ctx.form._asdict())
-            found = iter(torch.autograd.grad(w, wanted, grad.to(w.dtype), create_graph=True))
-            for_v, for_g = (next(found) if need else None for need in needed)
+            gradients = iter(torch.autograd.grad(w, inputs, grad.to(w.dtype), create_graph=True))
+            for_v, for_g = (next(gradients) if need else None for need in needed)
             return for_v, for_g, None, None
         if grad.stride() != v.stride():
             grad = torch.empty_like(v, dtype=grad.dtype).copy_(grad)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...weightnorm.parametrizations import apply_weight_norm_, scaled_weight_norm_
+from ...weightnorm import scaled_weight_norm_, weight_norm_
 from ..training.runs import Data, Model, Optim, Run
 from ..training.schedules import Linear
 from .artifacts import Artifact, Claim, Compute
@@ -162,7 +162,7 @@ DEPTHS, WIDTHS = (1, 5, 10, 20, 50), (10, 50, 100, 500, 1000)
 DRAWS = 3  # networks, with one batch of inputs each
 BLOCKS, BLOCK_WIDTHS = (1, 2, 5, 10, 20, 50), (10, 50, 100, 500)
 SCHEMES: dict[str, Callable[[nn.Module], object]] = {
-    "WN": apply_weight_norm_,
+    "WN": weight_norm_,
     "scaled WN": scaled_weight_norm_,
 }
 

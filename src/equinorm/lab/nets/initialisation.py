@@ -10,13 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...equilibrium.layers import _EquiNorm
-from ...weightnorm.parametrizations import (
-    InitReport,
-    apply_weight_norm_,
-    data_dependent_init_,
-    parametrized_layers,
-    remove_weight_norm_,
-)
+from ...models.parametrized import bake_weights_, parametrized_layers
+from ...weightnorm import InitReport, WeightNorm, data_dependent_init_, weight_norm_
 from .chain import Chain
 
 __all__ = ["INITS", "initialise_", "initialise_from_data"]
@@ -64,8 +59,8 @@ def initialise_from_data(model: Chain, x: Tensor) -> InitReport | None:
         return None
     if any(parametrized_layers(model, nn.Module)):
         return data_dependent_init_(model, x)
-    apply_weight_norm_(model)
+    weight_norm_(model)
     try:
         return data_dependent_init_(model, x)
     finally:
-        remove_weight_norm_(model)
+        bake_weights_(dict(parametrized_layers(model, WeightNorm)))

@@ -25,10 +25,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ... import weightnorm as wn
 from ...equilibrium import layers as en
+from ...models.parametrized import originals
 from ...msr import rejection as ms
 from ...norms import layers as an
-from ...weightnorm import parametrizations as wn
 from .chain import Chain, named
 from .fused import Conv2d
 
@@ -107,7 +108,7 @@ ACTIVATION_NORMS: dict[str, Callable[..., nn.Module]] = {
 
 
 def _weightnorm(model: nn.Module, layers: Layers) -> None:
-    wn.apply_weight_norm_(model)
+    wn.weight_norm_(model)
 
 
 def _centred_weightnorm(model: nn.Module, layers: Layers) -> None:
@@ -143,8 +144,8 @@ def _msr(
 
 @torch.no_grad()
 def _normprop(model: nn.Module, layers: Layers, *, gain: float = 1.0) -> None:
-    for name in wn.apply_weight_norm_(model, where=lambda _, layer: layer is not layers.classifier).applied:
-        wn.originals(model.get_submodule(name)).original0.fill_(gain)
+    for name in wn.weight_norm_(model, where=lambda _, layer: layer is not layers.classifier).applied:
+        originals(model.get_submodule(name)).original0.fill_(gain)
 
 
 def _equinorm(
