@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from equinorm.conversion import ConvertReport, convert
+from equinorm.conversion import convert, fold
 from equinorm.equilibrium.layers import EquiNormConv2d, EquiNormLinear
-from equinorm.folding import fold
+from equinorm.models.reports import ConvertReport
 from equinorm.models.surgery import attach_norm_
 from equinorm.msr.rejection import InputNoise, apply_mean_shift_rejection_
 from equinorm.norms.layers import BatchRenorm1d, BatchRenorm2d, MeanOnlyBatchNorm2d, NormalizationPropagation
@@ -39,7 +39,7 @@ def randomized(model: nn.Module) -> nn.Module:
 def check(model: nn.Module, x: Tensor, **options: Any) -> tuple[nn.Module, ConvertReport]:
     """Fold, compare the outputs, and look that the model given is as it was."""
     before, state = model(x), copy.deepcopy(model.state_dict())
-    plain, report = fold(model, x, return_report=True, **options)
+    plain, report = fold(model, x, **options)
     torch.testing.assert_close(plain(x), before, rtol=1e-10, atol=1e-10)
     assert torch.equal(model(x), before)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -192,7 +192,7 @@ def test_models_that_cannot_be_copied() -> None:
     for method in (lambda: convert(model, "equinorm", images()), lambda: fold(model)):
         with pytest.raises(TypeError, match=r"Small cannot be copied(.|\n)*Pass inplace=True"):
             method()
-    assert fold(model, inplace=True) is model
+    assert fold(model, inplace=True)[0] is model
 
 
 def test_norms_that_stay_and_why() -> None:
@@ -246,7 +246,7 @@ def test_tied_weights_are_not_scaled() -> None:
 
 def test_without_example_inputs_norms_of_activations_stay() -> None:
     model = randomized(convert(Small(), "weightnorm_mean_only", images())[0])
-    plain, report = fold(model, return_report=True)
+    plain, report = fold(model)
     torch.testing.assert_close(plain(images().double()), model(images().double()), rtol=0, atol=1e-10)
     assert type(plain.stem) is nn.Conv2d
     assert isinstance(plain.norm, MeanOnlyBatchNorm2d)
@@ -259,10 +259,10 @@ def test_norms_that_convert_put_behind_layers() -> None:
     assert list(plain.state_dict()) == list(Plain().state_dict())
     assert str(plain) == str(Plain())
     # without example inputs they stay where they are
-    kept_norms = fold(model)
+    kept_norms, _ = fold(model)
     assert isinstance(kept_norms.conv1.norm, nn.BatchNorm2d)
     mixed, _ = convert(Plain(), "equinorm", images(), final_batchnorm=True)
-    assert isinstance(fold(mixed).head.norm, nn.BatchNorm1d)
+    assert isinstance(fold(mixed)[0].head.norm, nn.BatchNorm1d)
 
 
 def test_an_attached_norm_moves_to_the_plain_layer() -> None:
@@ -271,7 +271,7 @@ def test_an_attached_norm_moves_to_the_plain_layer() -> None:
     attach_norm_(model[0], nn.BatchNorm2d(4))
     randomized(model)
     x = images().double()
-    plain = fold(model)
+    plain, _ = fold(model)
     assert type(plain[0]) is nn.Conv2d
     assert isinstance(plain[0].norm, nn.BatchNorm2d)
     torch.testing.assert_close(plain(x), model(x), rtol=0, atol=1e-10)
@@ -323,19 +323,19 @@ def test_equinorm_without_running_statistics_stays() -> None:
 
 def test_a_model_that_is_a_layer() -> None:
     layer = EquiNormLinear(5, 4).double().eval()
-    plain = fold(layer)
+    plain, _ = fold(layer)
     assert type(plain) is nn.Linear
     x = torch.rand(3, 5, dtype=torch.float64)
     torch.testing.assert_close(plain(x), layer(x))
-    assert isinstance(fold(InputNoise(0.1)), nn.Identity)
+    assert isinstance(fold(InputNoise(0.1))[0], nn.Identity)
     attach_norm_(layer, nn.BatchNorm1d(4).double())
-    torch.testing.assert_close(fold(layer)(x), layer.eval()(x))
+    torch.testing.assert_close(fold(layer)[0](x), layer.eval()(x))
 
 
 def test_noise_goes() -> None:
     model, _ = convert(Small(blocks=2), "msr", images(), noise=0.1)
     model = nn.Sequential(InputNoise(0.2), model).double()
-    plain, report = fold(model, images().double(), return_report=True)
+    plain, report = fold(model, images().double())
     assert torch.equal(plain.train()(images().double()), plain(images().double()))
     assert isinstance(plain[0], nn.Identity)
     assert "BasicBlock" not in str(report)
@@ -363,7 +363,7 @@ def test_mode_gradients_dtype_and_memory_format() -> None:
     model.blocks.requires_grad_(False)
     for name in ("none", "equinorm", "weightnorm", "msr", "batchnorm"):
         new, _ = convert(model, name, images().bfloat16())
-        plain = fold(new, images().bfloat16())
+        plain, _ = fold(new, images().bfloat16())
         assert not plain.norm.training
         assert all(module.training for module in plain.modules() if module is not plain.norm)
         assert all(p.dtype == torch.bfloat16 for p in plain.parameters())
@@ -376,10 +376,10 @@ def test_in_place() -> None:
     model = randomized(Small())
     x = images().double()
     before = model(x)
-    assert fold(model, x, inplace=True) is model
+    assert fold(model, x, inplace=True)[0] is model
     torch.testing.assert_close(model(x), before, rtol=0, atol=1e-10)
     assert not any(isinstance(m, BATCHNORMS) for m in model.modules())
-    again, report = fold(model, x, return_report=True)
+    again, report = fold(model, x)
     assert report.converted == ()
     assert torch.equal(again(x), model(x))
 
@@ -461,7 +461,7 @@ def test_random_programs_fold(steps: list[tuple[str, int, int]]) -> None:
     model = randomized(Program(steps))
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     expected = model(x)
-    plain = fold(model, x)
+    plain, _ = fold(model, x)
     for ours, theirs in zip(plain(x), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
@@ -481,7 +481,7 @@ def test_random_programs_convert(steps: list[tuple[str, int, int]], method: str)
     again, report = convert(new, method, x)
     assert not report.converted
     expected = again.eval()(x)
-    for ours, theirs in zip(fold(again, x)(x), expected, strict=True):
+    for ours, theirs in zip(fold(again, x)[0](x), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
@@ -519,7 +519,7 @@ def test_onnx(name: str) -> None:
     model, _ = convert(Small(), name, images(), **({"noise": 0.1} if name == "msr" else {}))
     train(model)
     model.eval()
-    plain = fold(model, images())
+    plain, _ = fold(model, images())
     program = torch.onnx.export(plain, (images(),), dynamo=True, verbose=False)
     assert program is not None
     operators = {node.op_type for node in program.model.graph.all_nodes()}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import diagnostics, nn
-    from .conversion import ConvertReport, convert, methods, register_method
+    from .conversion import convert, fold
     from .enorm.enorm import BalanceReport, ENorm, ImplicitENorm, balance_
     from .enorm.optimizer_state import register_state_rule
     from .enorm.pathsgd import PathSGD
     from .enorm.sgd import ENormSGD
-    from .folding import fold
+    from .models.reports import ConvertReport
     from .models.running_statistics import update_statistics_
     from .msr.rejection import (
         InputNoise,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         parameter_groups,
         zero_mean_init_,
     )
+    from .registry import methods, register_method
     from .symmetry import Symmetry, TraceError, trace
     from .weightnorm.apply import (
         centred_weight_norm_,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # where each public name lives
 _HOME = {
     "BalanceReport": "enorm.enorm",
-    "ConvertReport": "conversion",
+    "ConvertReport": "models.reports",
     "ENorm": "enorm.enorm",
     "ENormSGD": "enorm.sgd",
     "ImplicitENorm": "enorm.enorm",
@@ -55,11 +56,11 @@ _HOME = {
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
     "data_dependent_init_": "weightnorm.init",
-    "fold": "folding",
+    "fold": "conversion",
     "fold_mean_shift_rejection_": "msr.rejection",
-    "methods": "conversion",
+    "methods": "registry",
     "parameter_groups": "msr.rejection",
-    "register_method": "conversion",
+    "register_method": "registry",
     "register_state_rule": "enorm.optimizer_state",
     "scaled_weight_norm_": "weightnorm.apply",
     "trace": "symmetry",

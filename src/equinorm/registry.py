@@ -1,24 +1,39 @@
-"""The methods that `convert` knows by name, and what each of them does to a model.
+"""The methods that `convert`, `fold` and the laboratory know by name.
 
-A method is a function that is given a `Plan` and notes there, norm by norm and layer by layer, what is to be
-changed, and what is kept and why.
+A method lives in a room of its own, `equinorm/ROOM/method.py`, whose `METHODS` say what it is: its options with their
+defaults, what it does to a model, how its modules become plain again. To add one, add a room and its name to `ROOMS`.
 
->>> print(*equinorm.methods(), sep="\\n")
+>>> print(equinorm.methods())
 >>> equinorm.register_method("rms", norm=lambda channels, eps: MyRMSNorm2d(channels, eps), options={"eps": 1e-6})
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from .models.graph import Call, Step
-from .models.surgery import Norm, Plan, copy_affine_, describe, gain_and_offset, outputs_of, with_tail
+from .errors import meant
+from .models import kinds
+from .models.graph import Call
+from .models.plan import Norm, Plan
+from .models.replacing import Place, Roles, count_already, fuse_layers, replace_norms
+from .models.reports import html_table, table
 
-__all__ = ["Method", "find_method", "methods", "register_method"]
+__all__ = ["ROOMS", "Method", "MethodTable", "find_method", "methods", "register", "register_method"]
+
+ROOMS = (
+    "equilibrium",
+    "msr",
+    "weightnorm",
+    "normprop",
+    "norms",
+    "combinations",
+    "skipinit",
+)
 
 
 @dataclass(frozen=True)
@@ -33,18 +48,69 @@ class Method:
     """The paper, by the project's short name for it or by authors and year."""
     layer: Any
     """The layer class, or the function, that is put in."""
-    options: Mapping[str, Any]
-    """What `convert` takes for this method, with defaults."""
     plan: Callable[..., None] = field(repr=False, compare=False)
-    """`plan(Plan, **options)` notes what is to be done."""
+    """`plan(Plan, **options)` notes what is to be done to a model that exists."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What it takes, with defaults."""
+    aliases: tuple[str, ...] = ()
+    """Other names, as "bn"."""
+    init: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
+    """`init(model, batch)` chooses gains and biases from data."""
+
+    # what its modules are, for `fold` and for other methods: see `models.kinds`
+    norms: Mapping[type[nn.Module], kinds.Affine] = field(default_factory=dict, repr=False, compare=False)
+    layers: Mapping[type[nn.Module], kinds.Plain] = field(default_factory=dict, repr=False, compare=False)
+    modules: Mapping[type[nn.Module], kinds.Plain] = field(default_factory=dict, repr=False, compare=False)
+
+    # how a net is built with it from the start, as in the laboratory
+    norm: Callable[..., nn.Module | str] | None = field(default=None, repr=False, compare=False)
+    """`norm(Place, **options)` makes the norm that stands behind a layer, or says why there is none."""
+    relu: Callable[..., nn.Module | None] | None = field(default=None, repr=False, compare=False)
+    """`relu(channels, **options)` makes what stands in the place of a ReLU; None: a ReLU."""
+    instead: Mapping[type[nn.Module], Callable[..., nn.Module]] = field(default_factory=dict, repr=False, compare=False)
+    """The layers to be made in the place of torch's; they take the options of the method that are given."""
+    put: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    """`put(model, Roles, **options)` acts on a net that is complete and initialised."""
+    biased: bool = field(default=True, repr=False, compare=False)
+    """Whether its layers have biases where no norm follows them."""
+    starts_from_data: bool = field(default=False, repr=False, compare=False)
+    """Whether a net that is built with it starts with `init`."""
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is a norm of activations, which can stand behind any layer."""
+        return self.norm is not None
+
+    @property
+    def builds(self) -> bool:
+        """Whether a net can be built with it from the start."""
+        return self.norm is not None or self.put is not None or bool(self.instead)
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.name}: {self.title} ({self.kind}; {self.source}){'; ' if options else ''}{options}"
 
+    def __repr__(self) -> str:
+        return f"<method {self}>"
 
+
+class MethodTable(tuple[Method, ...]):
+    """Methods, which print as a table; a method by itself prints its options too."""
+
+    __slots__ = ()
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        return [(m.name, m.kind, m.source, m.title) for m in self]
+
+    def __repr__(self) -> str:
+        return table(_HEAD, self._lines())
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEAD, self._lines())
+
+
+_HEAD = ("method", "normalizes", "source", "what it is")
 _METHODS: dict[str, Method] = {}
-
 _ELSEWHERE = {
     "enorm": "ENorm leaves all layers as they are and goes with the optimizer: "
     "equinorm.ENorm(model, optimizer, example_inputs).attach()",
@@ -52,23 +118,52 @@ _ELSEWHERE = {
 }
 
 
-def methods() -> tuple[Method, ...]:
+def methods() -> MethodTable:
     """All methods that `convert` knows.
 
     >>> [method.name for method in equinorm.methods() if method.kind == "weight"]
     """
-    return tuple(_METHODS.values())
+    return MethodTable(_known().values())
 
 
 def find_method(name: str | Method) -> Method:
+    """The method of that name; case, underscores and hyphens do not count, and "bn" is batch norm.
+
+    >>> find_method("GroupNorm").name, find_method("bn").name
+    ('groupnorm', 'batchnorm')
+    """
     if isinstance(name, Method):
         return name
     if not isinstance(name, str):
         raise TypeError(f"expected the name of a method, got {type(name).__name__}")
-    if name not in _METHODS:
-        hint = "; " + _ELSEWHERE[name.lower()] if name.lower() in _ELSEWHERE else ""
-        raise ValueError(f"unknown method {name!r}; expected one of {', '.join(map(repr, _METHODS))}{hint}")
-    return _METHODS[name]
+    known = _known()
+    by_name = {_key(known_name): method for method in known.values() for known_name in (method.name, *method.aliases)}
+    if _key(name) in by_name:
+        return by_name[_key(name)]
+    hint = f"; {_ELSEWHERE[_key(name)]}" if _key(name) in _ELSEWHERE else meant(name.lower(), known)
+    raise ValueError(f"unknown method {name!r}{hint}; expected one of {', '.join(map(repr, known))}")
+
+
+def _key(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def _known() -> dict[str, Method]:
+    """All methods by name, those of the rooms first, which are loaded when they are first asked for."""
+    for room in ROOMS:
+        for method in import_module(f"equinorm.{room}.method").METHODS:
+            if method.name not in _METHODS:
+                register(method)
+    return _METHODS
+
+
+def register(method: Method) -> Method:
+    """Make a method known."""
+    if method.name in _METHODS:
+        raise ValueError(f"there is a method called {method.name!r} already")
+    kinds.declare(norms=method.norms, layers=method.layers, modules=method.modules)
+    _METHODS[method.name] = method
+    return method
 
 
 def register_method(
@@ -80,19 +175,21 @@ def register_method(
     title: str = "",
     source: str = "",
     options: Mapping[str, Any] | None = None,
+    plain: Mapping[type[nn.Module], kinds.Plain] | None = None,
 ) -> Method:
     """Make a method of your own known to `convert`, by one of
 
     - `norm(channels, **options)`, which makes the module that takes the place of a norm,
     - `layer(layer, **options)`, which makes the module that takes the place of a linear or convolutional layer
       and of the norm behind it; a ValueError from it is the reason why that layer is kept,
-    - `plan(plan, **options)`, which may do anything that `equinorm.surgery.Plan` offers.
+    - `plan(plan, **options)`, which may do anything that `equinorm.models.plan.Plan` offers.
 
-    `options` are the options the method has, with their defaults.
+    `options` are the options the method has, with their defaults. `plain` tells `fold`, for each class of layers that
+    the method puts in, which function makes a plain layer of one.
 
     >>> register_method("l1norm", layer=lambda layer, p: L1Norm(layer, p), options={"p": 1.0})
     """
-    if name in _METHODS:
+    if name in _known():
         raise ValueError(f"there is a method called {name!r} already")
     if sum(given is not None for given in (norm, layer, plan)) != 1:
         raise TypeError("register_method takes one of norm, layer and plan")
@@ -102,24 +199,17 @@ def register_method(
     elif layer is not None:
         work = _plan_from_layer(layer)
     assert work is not None
-    method = Method(name, title or name, kind, source, norm or layer or plan, dict(options or {}), work)
-    _METHODS[name] = method
-    return method
-
-
-def built_in(name: str, title: str, kind: str, source: str, layer: Any, **options: Any) -> Callable[..., Any]:
-    def register(plan: Callable[..., None]) -> Callable[..., None]:
-        _METHODS[name] = Method(name, title, kind, source, layer, options, plan)
-        return plan
-
-    return register
+    made = norm or layer or plan
+    return register(
+        Method(name, title or name, kind, source, made, work, options=dict(options or {}), layers=dict(plain or {}))
+    )
 
 
 def _plan_from_norm(norm: Callable[..., nn.Module]) -> Callable[..., None]:
     made: set[type[nn.Module]] = {norm} if isinstance(norm, type) else set()
 
     def plan_(plan: Plan, **options: Any) -> None:
-        _count_already(plan, made)
+        count_already(plan, made)
 
         def make(place: Place) -> nn.Module:
             module = norm(place.channels, **options)
@@ -135,7 +225,7 @@ def _plan_from_layer(make: Callable[..., nn.Module]) -> Callable[..., None]:
     made: set[type[nn.Module]] = {make} if isinstance(make, type) else set()
 
     def plan_(plan: Plan, **options: Any) -> None:
-        _count_already(plan, made)
+        count_already(plan, made)
 
         def fused(call: Call, norm: Norm | None) -> nn.Module | str:
             try:
@@ -150,117 +240,12 @@ def _plan_from_layer(make: Callable[..., nn.Module]) -> Callable[..., None]:
     return plan_
 
 
-def _count_already(plan: Plan, kinds: set[type[nn.Module]]) -> None:
-    for path, module in plan.graph.modules.items():
-        if type(module) in kinds:
-            plan.keep(path, f"it is a {type(module).__name__} already", already=True)
+def put_on_(method: Method, model: nn.Module, roles: Roles, options: Mapping[str, Any]) -> None:
+    """Put a method on a net that was just built."""
+    if method.put is not None:
+        method.put(model, roles, **{**method.options, **options})
 
 
-# -- norms in the place of norms -------------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """Where a norm is to stand."""
-
-    channels: int
-    ndim: int
-    positions: int
-    """Spatial positions in the example, 1 if there are no spatial axes."""
-    affine: bool = True
-    """Whether the norm is to have parameters of its own."""
-
-
-def replace_norms(
-    plan: Plan,
-    make: Callable[[Place], nn.Module | str],
-    is_same: Callable[[nn.Module, Place], bool],
-    carry_: Callable[[nn.Module, nn.Module], None] = copy_affine_,
-) -> dict[Step, nn.Module]:
-    """Replace all norms; where there is none of any kind, put one behind every layer but the last.
-
-    `make` gives the new norm or says why there is none; `carry_(new, old)` hands over the parameters. Returns
-    the new norms by the step whose output they normalize or replace.
-    """
-    made: dict[Step, nn.Module] = {}
-    for norm in plan.norms:
-        affine = gain_and_offset(norm.module) != (None, None)
-        place = Place(norm.channels, norm.ndim, norm.positions, affine)
-        if is_same(norm.module, place):
-            plan.keep(norm.path, f"it is a {describe(norm.module)} already", already=True)
-            continue
-        new = make(place)
-        if isinstance(new, str):
-            plan.keep(norm.path, new)
-            continue
-        new = new.to(**norm.place)
-        carry_(new, norm.module)
-        plan.swap(norm.path, with_tail(new, norm.tail))
-        if len(norm.calls) == 1:
-            made[norm.output] = new
-    if plan.has_no_norms and not plan.already:
-        made |= _put_behind_layers(plan, make)
-    return made
-
-
-def _put_behind_layers(plan: Plan, make: Callable[[Place], nn.Module | str]) -> dict[Step, nn.Module]:
-    made: dict[Step, nn.Module] = {}
-    ends = plan.ends()
-    for call in plan.layers():
-        new = "the last layer" if call.path in ends else plan.why_no_norm_behind(call) or norm_behind(plan, call, make)
-        if isinstance(new, str):
-            plan.keep(call.path, new)
-        elif (step := plan.graph.layer_step(call)) is not None:
-            made[step] = new
-    return made
-
-
-def norm_behind(plan: Plan, call: Call, make: Callable[[Place], nn.Module | str]) -> nn.Module | str:
-    """Note that a new norm goes behind a layer; returns it, or why there is none."""
-    step = plan.graph.layer_step(call)
-    assert step is not None
-    layer, weight = call.module, call.module.weight
-    assert isinstance(weight, Tensor)
-    new = make(Place(outputs_of(layer), step.ndim, step.value.shape[2:].numel()))
-    if isinstance(new, nn.Module):
-        new = new.to(device=weight.device, dtype=weight.dtype).requires_grad_(weight.requires_grad)
-        row = plan.converted.get(call.path)
-        plan.change(call.path, f"{row.now if row else describe(layer)} + {describe(new)}")
-        plan.norms_behind.append((layer, new))
-    return new
-
-
-# -- layers that take the place of layer and norm --------------------------------------------------------------
-
-
-def fuse_layers(
-    plan: Plan,
-    make: Callable[[Call, Norm | None], nn.Module | str],
-    is_same: Callable[[nn.Module], bool],
-) -> None:
-    """Replace every layer that a norm follows, and the norm; where there is no norm, every layer but the last."""
-    norm_after = {norm.layer.path: norm for norm in plan.norms if norm.layer is not None}
-    everywhere, ends = plan.has_no_norms and not plan.already, plan.ends()
-    reasons: dict[str, str] = {}
-    for call in plan.layers():
-        norm = norm_after.get(call.path)
-        if is_same(call.module):
-            plan.keep(call.path, f"it is a {describe(call.module)} already", already=True)
-            reasons[call.path] = f"{call.path}, which feeds it, is a {describe(call.module)} and has no place for it"
-            continue
-        if norm is None and not everywhere:
-            plan.keep(call.path, plan.refused(call.path, call.module, replace=False) or "no norm belongs to it")
-            continue
-        if norm is None and call.path in ends:
-            plan.keep(call.path, "the last layer")
-            continue
-        new = plan.why_not(call, replace=True) or make(call, norm)
-        if isinstance(new, str):
-            plan.keep(call.path, new)
-            reasons[call.path] = f"{call.path}, which feeds it, is kept"
-            continue
-        if norm is not None:
-            plan.remove(norm, f"its work is done by {call.path}")
-        plan.swap(call.path, new)
-    for norm in plan.norms:
-        if norm.path not in plan.converted:
-            plan.leave(norm, norm.alone or reasons[norm.layer.path if norm.layer else ""])
+def norms_of_activations() -> Iterator[Method]:
+    """The methods whose norms can stand behind any layer."""
+    return (method for method in methods() if method.is_norm)

@@ -11,7 +11,8 @@ of `no_grad` and autocast are read as if they stood in line. Nothing goes by the
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ..symmetry.capture import TraceError, describe_parameters, example_arguments, export, is_inplace
 from .layers import LAYERS
+from .modes import modes_kept
 
 __all__ = ["Call", "ModuleGraph", "Step", "has_own_forward"]
 
@@ -227,14 +229,14 @@ class ModuleGraph:
         state = (step for step in self.steps if step.op == "input" and step.is_state and step.users)
         return any(id(_found(self.model, step.parameter)) in own for step in state)
 
-    def functions(self, ops: Collection[str], modules: tuple[type[nn.Module], ...]) -> dict[str, str]:
-        """Ops that code outside of such modules calls itself: the path of the module in whose code, and the op.
+    def functions(self, ops: Collection[str], is_own: Callable[[nn.Module], bool]) -> dict[str, str]:
+        """Ops that the code of other modules calls itself: the path of the module in whose code, and the op.
 
         Only what is done to activations; and linear maps and convolutions only if the weight is a parameter.
         """
         found: dict[str, str] = {}
         for step in self.steps:
-            if step.op not in ops or any(isinstance(call.module, modules) for call in step.calls):
+            if step.op not in ops or any(is_own(call.module) for call in step.calls):
                 continue
             weighted = all(source.op == "input" and source.is_state for source in step.sources[1:2])
             if step.sources[0] in self._activations and (weighted or step.op in NORM_OPS):
@@ -400,14 +402,8 @@ def _exported(model: nn.Module, example_inputs: Any) -> torch.export.ExportedPro
         if not model.training:
             raise
         # A batch of one has no statistics to train with, but the modules are called all the same.
-        modes = {module: module.training for module in model.modules()}
-        try:
+        with modes_kept(model), suppress(TraceError):  # the first error is about the model as it was given
             return export(model.eval(), args, kwargs)[0]
-        except TraceError:
-            pass  # the first error is about the model as it was given
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
         raise
 
 

@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from ..launch import dense, kernels
 from ..models.filters import filter_norm
 from ..models.inputs import call
+from ..models.kinds import MethodHook
 from ..models.layers import CONVOLUTIONS, TRANSPOSED, LayerReport, Where, tied_weights
 from ..models.parametrized import bake_weights_, dtype_in_use, originals, why_not_parametrize
 
@@ -306,8 +307,10 @@ def add_input_noise_(units: Iterable[nn.Module], a: float = 0.1) -> Removable:
     return Removable(unit.register_forward_pre_hook(noise, with_kwargs=True) for unit in units)
 
 
-class _NoisyInput:
+class _NoisyInput(MethodHook):
     """A forward pre-hook; a class, not a closure, so that units can still be pickled."""
+
+    label = "InputNoise"
 
     def __init__(self, noise: InputNoise) -> None:
         self.noise = noise

@@ -16,6 +16,7 @@ read no value on the host, so a compiled model is not recompiled from step to st
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ class _ChannelNorm(nn.Module):
 # Mean-only batch norm
 
 
-class _MeanOnlyBatchNorm(_ChannelNorm):
+class MeanOnlyBatchNorm(_ChannelNorm):
     """y = x - μ + b, with μ the mean over the batch while training and its running average otherwise.
 
     Salimans & Kingma 2016: made to go with weight norm, which takes care of the variance.
@@ -110,13 +111,13 @@ class _MeanOnlyBatchNorm(_ChannelNorm):
         return (x + _per_channel(shift, x)).to(x.dtype)
 
 
-class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm, axes=(2, 3)): ...
+class MeanOnlyBatchNorm1d(MeanOnlyBatchNorm, axes=(2, 3)): ...
 
 
-class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm, axes=(4,)): ...
+class MeanOnlyBatchNorm2d(MeanOnlyBatchNorm, axes=(4,)): ...
 
 
-class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm, axes=(5,)): ...
+class MeanOnlyBatchNorm3d(MeanOnlyBatchNorm, axes=(5,)): ...
 
 
 # Filter response norm
@@ -166,7 +167,18 @@ class TLU(_ChannelNorm):
 # Batch renormalization
 
 
-class _BatchRenorm(_ChannelNorm):
+BATCH_RENORM_DEFAULTS: dict[str, Any] = {
+    "eps": 1e-3,
+    "momentum": 0.01,
+    "r_max": 3.0,
+    "d_max": 5.0,
+    "r_schedule": (5_000, 40_000),
+    "d_schedule": (5_000, 25_000),
+}
+"""Limits and steps are those of Ioffe 2017, `eps` and `momentum` those of TensorFlow's batch renorm."""
+
+
+class BatchRenorm(_ChannelNorm):
     """Batch norm whose training output is, up to clipping, what evaluation would give (Ioffe 2017).
 
     y = γ ((x - μ_B) / σ_B · r + d) + β with σ_B = √(ε + var_B) and, not differentiated through,
@@ -186,12 +198,12 @@ class _BatchRenorm(_ChannelNorm):
     def __init__(
         self,
         num_features: int,
-        eps: float = 1e-3,
-        momentum: float = 0.01,
-        r_max: float = 3.0,
-        d_max: float = 5.0,
-        r_schedule: tuple[int, int] = (5_000, 40_000),
-        d_schedule: tuple[int, int] = (5_000, 25_000),
+        eps: float = BATCH_RENORM_DEFAULTS["eps"],
+        momentum: float = BATCH_RENORM_DEFAULTS["momentum"],
+        r_max: float = BATCH_RENORM_DEFAULTS["r_max"],
+        d_max: float = BATCH_RENORM_DEFAULTS["d_max"],
+        r_schedule: tuple[int, int] = BATCH_RENORM_DEFAULTS["r_schedule"],
+        d_schedule: tuple[int, int] = BATCH_RENORM_DEFAULTS["d_schedule"],
         affine: bool = True,
     ) -> None:
         super().__init__(num_features)
@@ -238,13 +250,13 @@ class _BatchRenorm(_ChannelNorm):
         return (x * _per_channel(gain, x) + _per_channel(shift, x)).to(x.dtype)
 
 
-class BatchRenorm1d(_BatchRenorm, axes=(2, 3)): ...
+class BatchRenorm1d(BatchRenorm, axes=(2, 3)): ...
 
 
-class BatchRenorm2d(_BatchRenorm, axes=(4,)): ...
+class BatchRenorm2d(BatchRenorm, axes=(4,)): ...
 
 
-class BatchRenorm3d(_BatchRenorm, axes=(5,)): ...
+class BatchRenorm3d(BatchRenorm, axes=(5,)): ...
 
 
 # Normalization propagation
@@ -259,6 +271,13 @@ def propagated_relu(x: Tensor) -> Tensor:
     Arpit et al. 2016: the moments of a rectified Gaussian in closed form.
     """
     return (F.relu(x) - _RELU_MEAN) / _RELU_STD
+
+
+class PropagatedReLU(nn.Module):
+    """The ReLU of normalization propagation: zero mean and unit variance behind a normalized layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return propagated_relu(x)
 
 
 class NormalizationPropagation(nn.Module):
@@ -286,6 +305,10 @@ class NormalizationPropagation(nn.Module):
             if isinstance(layer.bias, Tensor):
                 layer.bias.zero_()
         self.layer = layer
+
+    @property
+    def wrapped_layer(self) -> nn.Module:
+        return self.layer
 
     def forward(self, x: Tensor) -> Tensor:
         return propagated_relu(self.layer(x))

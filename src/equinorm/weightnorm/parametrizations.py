@@ -23,6 +23,8 @@ class WeightNorm(nn.Module):
     (torch 2.13): gradient penalties and Hessians need these.
     """
 
+    has_gain = True
+
     def __init__(self, dim: int = 0) -> None:
         super().__init__()
         self.dim = dim
@@ -39,6 +41,8 @@ class WeightNorm(nn.Module):
 
 class ScaledWeightNorm(nn.Module):
     """w = scale · γ · v / ‖v‖ per filter, with a fixed `scale` and parameters γ, v (arpit2019, section 5)."""
+
+    has_gain = True
 
     def __init__(self, scale: float, dim: int = 0) -> None:
         super().__init__()
@@ -59,6 +63,8 @@ class CentredWeightNorm(nn.Module):
 
     A weight that is given to it loses its filters' means: no parameters lead to a filter that has one.
     """
+
+    has_gain = True
 
     def __init__(self, dim: int = 0) -> None:
         super().__init__()
