@@ -20,8 +20,9 @@ from equinorm.conversion import ConvertReport, convert, methods, register_method
 from equinorm.equilibrium.layers import EquiNormConv2d, EquiNormConvTranspose2d, EquiNormLinear
 from equinorm.folding import fold
 from equinorm.models.parametrized import originals
-from equinorm.msr.rejection import MeanShiftRejection, ScaledKernel, parameter_groups
-from equinorm.norms.layers import TLU, BatchRenorm2d, FilterResponseNorm, MeanOnlyBatchNorm2d, NormalizationPropagation
+from equinorm.msr import MeanShiftRejection, ScaledKernel, parameter_groups
+from equinorm.normprop import NormalizationPropagation
+from equinorm.norms.layers import TLU, BatchRenorm2d, FilterResponseNorm, MeanOnlyBatchNorm2d
 from equinorm.registry import _METHODS
 
 NAMES = [

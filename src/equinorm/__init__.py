@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import diagnostics, nn
+    from . import diagnostics, msr, nn, normprop, norms, weightnorm
     from .conversion import ConvertReport, convert, methods, register_method
     from .enorm.enorm import BalanceReport, ENorm, ImplicitENorm, balance_
     from .enorm.optimizer_state import register_state_rule
@@ -17,16 +17,10 @@ if TYPE_CHECKING:
     from .enorm.sgd import ENormSGD
     from .folding import fold
     from .models.running_statistics import update_statistics_
-    from .msr.rejection import (
-        InputNoise,
-        MeanShiftRejection,
-        add_input_noise_,
-        apply_mean_shift_rejection_,
-        centre_gradients_,
-        fold_mean_shift_rejection_,
-        parameter_groups,
-        zero_mean_init_,
-    )
+    from .msr.apply import mean_shift_rejection_
+    from .msr.functional import zero_mean_init_
+    from .msr.noise import InputNoise, add_input_noise_
+    from .msr.rejection import MeanShiftRejection
     from .symmetry import Symmetry, TraceError, trace
     from .weightnorm.apply import (
         centred_weight_norm_,
@@ -43,22 +37,19 @@ _HOME = {
     "ENorm": "enorm.enorm",
     "ENormSGD": "enorm.sgd",
     "ImplicitENorm": "enorm.enorm",
-    "InputNoise": "msr.rejection",
+    "InputNoise": "msr.noise",
     "MeanShiftRejection": "msr.rejection",
     "PathSGD": "enorm.pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
-    "add_input_noise_": "msr.rejection",
-    "apply_mean_shift_rejection_": "msr.rejection",
+    "add_input_noise_": "msr.noise",
     "balance_": "enorm.enorm",
-    "centre_gradients_": "msr.rejection",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
     "data_dependent_init_": "weightnorm.init",
     "fold": "folding",
-    "fold_mean_shift_rejection_": "msr.rejection",
+    "mean_shift_rejection_": "msr.apply",
     "methods": "conversion",
-    "parameter_groups": "msr.rejection",
     "register_method": "conversion",
     "register_state_rule": "enorm.optimizer_state",
     "scaled_weight_norm_": "weightnorm.apply",
@@ -66,7 +57,7 @@ _HOME = {
     "update_statistics_": "models.running_statistics",
     "weight_norm_": "weightnorm.apply",
     "weight_standardization_": "weightnorm.apply",
-    "zero_mean_init_": "msr.rejection",
+    "zero_mean_init_": "msr.functional",
 }
 
 __all__ = [
@@ -81,18 +72,18 @@ __all__ = [
     "Symmetry",
     "TraceError",
     "add_input_noise_",
-    "apply_mean_shift_rejection_",
     "balance_",
-    "centre_gradients_",
     "centred_weight_norm_",
     "convert",
     "data_dependent_init_",
     "diagnostics",
     "fold",
-    "fold_mean_shift_rejection_",
+    "mean_shift_rejection_",
     "methods",
+    "msr",
     "nn",
-    "parameter_groups",
+    "normprop",
+    "norms",
     "register_method",
     "register_state_rule",
     "scaled_weight_norm_",
@@ -100,6 +91,7 @@ __all__ = [
     "update_statistics_",
     "weight_norm_",
     "weight_standardization_",
+    "weightnorm",
     "zero_mean_init_",
 ]
 
@@ -107,7 +99,7 @@ __all__ = [
 if not TYPE_CHECKING:  # which knows the names above, and is to complain about any other
 
     def __getattr__(name: str) -> Any:
-        if name in ("nn", "diagnostics"):
+        if name in ("nn", "diagnostics", "msr", "weightnorm", "norms", "normprop"):
             return import_module(f"equinorm.{name}")
         if name not in _HOME:
             raise AttributeError(f"module 'equinorm' has no attribute {name!r}")

@@ -38,8 +38,9 @@ from .models.surgery import (
     take_input_affine_,
     with_tail,
 )
-from .msr.rejection import InputNoise
-from .norms.layers import NormalizationPropagation, _BatchRenorm, _MeanOnlyBatchNorm
+from .msr.noise import InputNoise
+from .normprop.layers import NormalizationPropagation
+from .norms.layers import BatchRenorm, MeanOnlyBatchNorm
 from .symmetry.capture import unwrap
 
 __all__ = ["fold"]
@@ -197,9 +198,9 @@ def affine_of(norm: Norm) -> tuple[Tensor, Tensor] | None:
     one = torch.ones(norm.channels, dtype=torch.float64, device=norm.place["device"])
     a = one if gain is None else gain.double()
     c = one - one if offset is None else offset.double()
-    if isinstance(module, _MeanOnlyBatchNorm):
+    if isinstance(module, MeanOnlyBatchNorm):
         return one, c - module.running_mean.double()
-    if isinstance(module, _BatchRenorm):
+    if isinstance(module, BatchRenorm):
         a = a / module.running_std.double()
         return a, c - a * module.running_mean.double()
     if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None:

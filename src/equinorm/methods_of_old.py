@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _WeightNorm
 
+from . import msr as ms
 from . import weightnorm as wn
 from .equilibrium import layers as en
 from .models.graph import Call, Step
@@ -41,7 +42,8 @@ from .models.surgery import (
     shift_outputs_,
     torch_layer,
 )
-from .msr import rejection as ms
+from .msr.apply import is_spatial, why_not_scale
+from .normprop.layers import NormalizationPropagation
 from .norms import layers as an
 from .registry import Place, built_in, fuse_layers, replace_norms
 from .weightnorm.apply import have_directions, why_no_filters
@@ -130,7 +132,7 @@ def _equinorm_layer(
     "mean shift rejection",
     "weight",
     "ruff2020",
-    ms.apply_mean_shift_rejection_,
+    ms.mean_shift_rejection_,
     log_gain=ms.DEFAULT_LOG_GAIN,
     init=True,
     exclude_first=True,
@@ -139,15 +141,15 @@ def _equinorm_layer(
 )
 def _msr(plan: Plan, log_gain: float, init: bool, exclude_first: bool, bias: bool, noise: float) -> None:
     """Scaled kernels; batch norms behind layers go, also behind those that have no scaled kernel."""
-    spatial = [call.module for call in plan.layers() if ms._is_spatial(call.module)]
+    spatial = [call.module for call in plan.layers() if is_spatial(call.module)]
     first = spatial[0] if exclude_first and spatial else None
 
     def why_not(layer: nn.Module) -> str:
         if isinstance(layer, nn.Linear):
             return "a linear layer has no window"
-        return "the first spatial convolution: it looks at the data" if layer is first else ms._why_not(layer) or ""
+        return "the first spatial convolution: it looks at the data" if layer is first else why_not_scale(layer) or ""
 
-    apply_ = partial(ms.apply_mean_shift_rejection_, exclude_first=False, log_gain=log_gain, init=init)
+    apply_ = partial(ms.mean_shift_rejection_, exclude_first=False, log_gain=log_gain, init=init)
     scaled = parametrize_layers(plan, Parametrization(ms.ScaledKernel, apply_, why_not))
     for norm in plan.norms:
         if norm.layer is None:
@@ -206,7 +208,7 @@ class Parametrization:
 
     kind: type[nn.Module]
     apply_: Callable[..., Any]
-    """Takes the model and `where`; raises, if at all, before it changes anything."""
+    """Takes the model and `layers`; raises, if at all, before it changes anything."""
     why_not: Callable[[nn.Module], str]
     """Why a layer cannot have it; empty if it can."""
     same: tuple[type[nn.Module], ...] = ()
@@ -244,9 +246,8 @@ def parametrize_layers(plan: Plan, method: Parametrization, only: set[str] | Non
         else:
             chosen[path] = layer
     if chosen:
-        layers = set(chosen.values())
         # If anything raises it is this, before it changes anything; so it is the first step.
-        plan.later(lambda: method.apply_(plan.model, where=lambda _, layer: layer in layers, **options))
+        plan.later(lambda: method.apply_(plan.model, layers=chosen, **options))
     for path, layer in chosen.items():
         plan.change(path, f"{describe(layer)} with {method.kind.__name__}")
     return same | set(chosen)
@@ -360,7 +361,7 @@ def _weightnorm_mean_only(plan: Plan, momentum: float | None) -> None:
     "normalization propagation",
     "weight",
     "Arpit et al. 2016",
-    an.NormalizationPropagation,
+    NormalizationPropagation,
     gain=1.0,
 )
 def _normprop(plan: Plan, gain: float) -> None:
@@ -369,7 +370,7 @@ def _normprop(plan: Plan, gain: float) -> None:
     reasons: dict[str, str] = {}
     for call in plan.layers():
         norm, step = norm_after.get(call.path), plan.graph.layer_step(call)
-        if isinstance(plan.graph.modules.get(call.path.rpartition(".")[0]), an.NormalizationPropagation):
+        if isinstance(plan.graph.modules.get(call.path.rpartition(".")[0]), NormalizationPropagation):
             plan.keep(call.path, "it is part of a NormalizationPropagation already", already=True)
         elif why := plan.why_not(call, replace=True) or why_no_directions(call.module):
             reasons[call.path] = why
@@ -401,7 +402,7 @@ def _propagate(plan: Plan, call: Call, norm: Norm | None, gain: float) -> None:
         if norm is not None and bias_of(layer) is None:  # β, which the norm had
             zeros = torch.zeros(outputs_of(layer), device=weight.device, dtype=weight.dtype)
             shift_outputs_(layer, zeros.requires_grad_(weight.requires_grad))
-        replace_module(plan.model, layer, an.NormalizationPropagation(layer, gain))
+        replace_module(plan.model, layer, NormalizationPropagation(layer, gain))
 
     if norm is not None:
         plan.swap(norm.path, nn.Identity(), f"{call.path} has a gain and an offset of its own")
@@ -490,14 +491,14 @@ def _batchrenorm(plan: Plan, **options: Any) -> None:
         copy_affine_(new, old)
         # so that evaluation gives what it gave before
         mean, var = getattr(old, "running_mean", None), getattr(old, "running_var", None)
-        if isinstance(new, an._BatchRenorm) and isinstance(old, _BatchNorm) and mean is not None and var is not None:
+        if isinstance(new, an.BatchRenorm) and isinstance(old, _BatchNorm) and mean is not None and var is not None:
             new.running_mean.copy_(mean)
             new.running_std.copy_(torch.sqrt(var + old.eps))
 
     replace_norms(
         plan,
         lambda place: _BATCHRENORMS[place.ndim](place.channels, affine=place.affine, **options),
-        lambda module, _: isinstance(module, an._BatchRenorm),
+        lambda module, _: isinstance(module, an.BatchRenorm),
         carry_,
     )
 
@@ -514,7 +515,7 @@ def _mean_only_batchnorm(plan: Plan, momentum: float | None) -> None:
     replace_norms(
         plan,
         lambda place: _MEAN_ONLY[place.ndim](place.channels, momentum=momentum, bias=place.affine),
-        lambda module, _: isinstance(module, an._MeanOnlyBatchNorm),
+        lambda module, _: isinstance(module, an.MeanOnlyBatchNorm),
         _carry_offset_,
     )
     for norm in plan.norms:

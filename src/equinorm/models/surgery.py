@@ -20,7 +20,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from ..equilibrium import layers as equilibrium
-from ..msr.rejection import _NoisyInput
+from ..msr.noise import NoisyInput
+from ..normprop.layers import NormalizationPropagation
 from ..norms import layers as activation_norms
 from ..weightnorm.parametrizations import WITH_GAIN
 from .graph import LAYER_OPS, NORM_OPS, Call, ModuleGraph, Step, channels_meet, has_own_forward
@@ -34,12 +35,12 @@ CHANNEL_NORMS = (
     nn.GroupNorm,
     _InstanceNorm,
     activation_norms.FilterResponseNorm,
-    activation_norms._BatchRenorm,
-    activation_norms._MeanOnlyBatchNorm,
+    activation_norms.BatchRenorm,
+    activation_norms.MeanOnlyBatchNorm,
 )
 """Norms of inputs with channels in axis 1; any of them can stand where another one stood."""
 OTHER_NORMS = (nn.LayerNorm, nn.RMSNorm)
-OWN_LAYERS = (equilibrium._EquiNorm, activation_norms.NormalizationPropagation)
+OWN_LAYERS = (equilibrium._EquiNorm, NormalizationPropagation)
 
 _TORCH_NORMS = (
     nn.BatchNorm1d,
@@ -382,7 +383,7 @@ def describe(module: nn.Module) -> str:
     """A module's class; with what its weight is parametrized by, and the norm put behind it."""
     if type(module) is nn.Sequential:
         return " + ".join(describe(child) for child in module) or "Sequential()"
-    if isinstance(module, activation_norms.NormalizationPropagation):
+    if isinstance(module, NormalizationPropagation):
         return f"NormalizationPropagation of {describe(module.layer)}"
     text = type(module).__name__
     if is_parametrized(module):
@@ -468,11 +469,11 @@ def _through_norm(layer: nn.Module, _: Any, output: Tensor) -> Tensor:
 
 def is_noisy(unit: nn.Module) -> bool:
     """Whether noise is put on the input of a module, by `add_input_noise_`."""
-    return any(isinstance(hook, _NoisyInput) for hook in unit._forward_pre_hooks.values())
+    return any(isinstance(hook, NoisyInput) for hook in unit._forward_pre_hooks.values())
 
 
 def remove_noise_(unit: nn.Module) -> None:
-    for key in [key for key, hook in unit._forward_pre_hooks.items() if isinstance(hook, _NoisyInput)]:
+    for key in [key for key, hook in unit._forward_pre_hooks.items() if isinstance(hook, NoisyInput)]:
         del unit._forward_pre_hooks[key]
         unit._forward_pre_hooks_with_kwargs.pop(key, None)
 

@@ -6,7 +6,6 @@ layer                          what it does                                     
 MeanOnlyBatchNorm1d, 2d, 3d    x - μ_batch + b                                              Salimans & Kingma 2016
 FilterResponseNorm, TLU        γ x / √(ν² + ε) + β, then max(·, τ)                          Singh & Krishnan 2019
 BatchRenorm1d, 2d, 3d          γ ((x - μ_batch) / σ_batch · r + d) + β                      Ioffe 2017
-NormalizationPropagation       (ReLU(γ W x / ‖W‖ + β) - 1/√(2π)) / √(½ (1 - 1/π))           Arpit et al. 2016
 =============================  ===========================================================  =====================
 
 All take inputs with channels in axis 1, put out the input's dtype, compute statistics in float32 at least, and
@@ -15,26 +14,26 @@ read no value on the host, so a compiled model is not recompiled from step to st
 
 from __future__ import annotations
 
-import math
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.parametrized import originals
-from ..weightnorm.apply import weight_norm_
-
 __all__ = [
+    "BATCH_RENORM_DEFAULTS",
     "TLU",
+    "BatchRenorm",
     "BatchRenorm1d",
     "BatchRenorm2d",
     "BatchRenorm3d",
     "FilterResponseNorm",
+    "MeanOnlyBatchNorm",
     "MeanOnlyBatchNorm1d",
     "MeanOnlyBatchNorm2d",
     "MeanOnlyBatchNorm3d",
-    "NormalizationPropagation",
-    "propagated_relu",
 ]
 
 
@@ -78,7 +77,7 @@ class _ChannelNorm(nn.Module):
 # Mean-only batch norm
 
 
-class _MeanOnlyBatchNorm(_ChannelNorm):
+class MeanOnlyBatchNorm(_ChannelNorm):
     """y = x - μ + b, with μ the mean over the batch while training and its running average otherwise.
 
     Salimans & Kingma 2016: made to go with weight norm, which takes care of the variance.
@@ -110,13 +109,13 @@ class _MeanOnlyBatchNorm(_ChannelNorm):
         return (x + _per_channel(shift, x)).to(x.dtype)
 
 
-class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm, axes=(2, 3)): ...
+class MeanOnlyBatchNorm1d(MeanOnlyBatchNorm, axes=(2, 3)): ...
 
 
-class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm, axes=(4,)): ...
+class MeanOnlyBatchNorm2d(MeanOnlyBatchNorm, axes=(4,)): ...
 
 
-class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm, axes=(5,)): ...
+class MeanOnlyBatchNorm3d(MeanOnlyBatchNorm, axes=(5,)): ...
 
 
 # Filter response norm
@@ -166,7 +165,7 @@ class TLU(_ChannelNorm):
 # Batch renormalization
 
 
-class _BatchRenorm(_ChannelNorm):
+class BatchRenorm(_ChannelNorm):
     """Batch norm whose training output is, up to clipping, what evaluation would give (Ioffe 2017).
 
     y = γ ((x - μ_B) / σ_B · r + d) + β with σ_B = √(ε + var_B) and, not differentiated through,
@@ -238,54 +237,20 @@ class _BatchRenorm(_ChannelNorm):
         return (x * _per_channel(gain, x) + _per_channel(shift, x)).to(x.dtype)
 
 
-class BatchRenorm1d(_BatchRenorm, axes=(2, 3)): ...
+class BatchRenorm1d(BatchRenorm, axes=(2, 3)): ...
 
 
-class BatchRenorm2d(_BatchRenorm, axes=(4,)): ...
+class BatchRenorm2d(BatchRenorm, axes=(4,)): ...
 
 
-class BatchRenorm3d(_BatchRenorm, axes=(5,)): ...
+class BatchRenorm3d(BatchRenorm, axes=(5,)): ...
 
 
-# Normalization propagation
-
-_RELU_MEAN = 1 / math.sqrt(2 * math.pi)
-_RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
-
-
-def propagated_relu(x: Tensor) -> Tensor:
-    """(ReLU(x) - 1/√(2π)) / √(½ (1 - 1/π)): zero mean and unit variance if x is a standard Gaussian.
-
-    Arpit et al. 2016: the moments of a rectified Gaussian in closed form.
-    """
-    return (F.relu(x) - _RELU_MEAN) / _RELU_STD
-
-
-class NormalizationPropagation(nn.Module):
-    """A linear or convolutional layer and its ReLU that hand on zero mean and unit variance, without statistics.
-
-    o = (ReLU(γ W x / ‖W‖ + β) - 1/√(2π)) / √(½ (1 - 1/π)) per filter (Arpit et al. 2016). Normalised
-    Gaussian inputs in, normalised outputs out: normalise the data once, over the whole training set.
-
-    `layer` is weight-normed in place: its gain is γ and starts at `gain`, its bias is β and starts at 0; one
-    without bias goes without. `gain=1` keeps the variance of activations; 1/1.21 keeps that of gradients instead,
-    since the mean squared slope of the function is ½ / (½ (1 - 1/π)) = 1.21². `equinorm.fold` makes the
-    weight plain.
-
-    >>> nn.Sequential(NormalizationPropagation(nn.Conv2d(3, 16, 3)), NormalizationPropagation(nn.Conv2d(16, 16, 3)))
-    """
-
-    def __init__(self, layer: nn.Module, gain: float = 1.0) -> None:
-        super().__init__()
-        report = weight_norm_(layer, where=lambda _, inner: inner is layer)
-        if not report.applied:
-            why = "; ".join(report.skipped.values()) or "not a linear or convolutional layer"
-            raise TypeError(f"normalization propagation cannot wrap {layer}: {why}")
-        with torch.no_grad():
-            originals(layer).original0.fill_(gain)
-            if isinstance(layer.bias, Tensor):
-                layer.bias.zero_()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return propagated_relu(self.layer(x))
+BATCH_RENORM_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(BatchRenorm).parameters.values()
+        if parameter.name not in ("num_features", "affine")
+    }
+)
+"""The settings of `BatchRenorm` and their defaults, for whoever offers them: eps, momentum, limits and schedules."""

@@ -25,10 +25,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ... import msr as ms
 from ... import weightnorm as wn
 from ...equilibrium import layers as en
 from ...models.parametrized import originals
-from ...msr import rejection as ms
+from ...normprop import propagated_relu
 from ...norms import layers as an
 from .chain import Chain, named
 from .fused import Conv2d
@@ -121,8 +122,12 @@ def _scaled_weightnorm(model: nn.Module, layers: Layers, *, learnable: bool = Tr
     wn.scaled_weight_norm_(model, linear=linear, branch_ends=ends, blocks=blocks, learnable=learnable)
 
 
+def _name_of(model: nn.Module, layer: nn.Module | None) -> list[str]:
+    return [name for name, module in model.named_modules() if module is layer]
+
+
 def _weight_standardization(model: nn.Module, layers: Layers, *, eps: float = 1e-5) -> None:
-    wn.weight_standardization_(model, eps=eps, where=lambda _, layer: layer is not layers.classifier)
+    wn.weight_standardization_(model, eps=eps, keep=_name_of(model, layers.classifier))
 
 
 def _msr(
@@ -137,14 +142,14 @@ def _msr(
     """`log_gain=None` is what keeps the scale: e^g = 0.5 in residual networks, 1.71 in chains."""
     if log_gain is None:
         log_gain = ms.DEFAULT_LOG_GAIN if layers.by_role["branch end"] else math.log(1.71)
-    report = ms.apply_mean_shift_rejection_(model, exclude_first, log_gain, init=init, scale_first=scale_first)
+    report = ms.mean_shift_rejection_(model, exclude_first, log_gain, init=init, scale_first=scale_first)
     if not report.applied:
         raise ValueError("mean shift rejection needs spatial convolutions besides the first one; this model has none")
 
 
 @torch.no_grad()
 def _normprop(model: nn.Module, layers: Layers, *, gain: float = 1.0) -> None:
-    for name in wn.weight_norm_(model, where=lambda _, layer: layer is not layers.classifier).applied:
+    for name in wn.weight_norm_(model, keep=_name_of(model, layers.classifier)).applied:
         originals(model.get_submodule(name)).original0.fill_(gain)
 
 
@@ -181,7 +186,7 @@ class PropagatedReLU(nn.Module):
     """The ReLU of normalization propagation: zero mean and unit variance behind a normalized layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return an.propagated_relu(x)
+        return propagated_relu(x)
 
 
 # -- the maker of layers -----------------------------------------------------------------------------------------------
