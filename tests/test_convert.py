@@ -20,8 +20,9 @@ from equinorm.conversion import convert, fold
 from equinorm.equilibrium.layers import EquiNormConv2d, EquiNormConvTranspose2d, EquiNormLinear
 from equinorm.models.parametrized import originals
 from equinorm.models.reports import ConvertReport
-from equinorm.msr.rejection import MeanShiftRejection, ScaledKernel, parameter_groups
-from equinorm.norms.layers import TLU, BatchRenorm2d, FilterResponseNorm, MeanOnlyBatchNorm2d, NormalizationPropagation
+from equinorm.msr import MeanShiftRejection, ScaledKernel, parameter_groups
+from equinorm.normprop import NormalizationPropagation
+from equinorm.norms.layers import TLU, BatchRenorm2d, FilterResponseNorm, MeanOnlyBatchNorm2d
 from equinorm.registry import _METHODS, find_method, methods, register_method
 
 NAMES = [method.name for method in methods()]

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 import equinorm
 from equinorm.equilibrium.layers import EquiNormConv2d
-from equinorm.msr.rejection import parameter_groups
+from equinorm.msr import parameter_groups
 from equinorm.norms.layers import BatchRenorm2d
 
 RANKS, STEPS, SHARD = 2, 3, 4

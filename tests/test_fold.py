@@ -17,8 +17,9 @@ from equinorm.conversion import convert, fold
 from equinorm.equilibrium.layers import EquiNormConv2d, EquiNormLinear
 from equinorm.models.reports import ConvertReport
 from equinorm.models.surgery import attach_norm_
-from equinorm.msr.rejection import InputNoise, apply_mean_shift_rejection_
-from equinorm.norms.layers import BatchRenorm1d, BatchRenorm2d, MeanOnlyBatchNorm2d, NormalizationPropagation
+from equinorm.msr import InputNoise, mean_shift_rejection_
+from equinorm.normprop import NormalizationPropagation
+from equinorm.norms.layers import BatchRenorm1d, BatchRenorm2d, MeanOnlyBatchNorm2d
 from equinorm.weightnorm import scaled_weight_norm_, weight_norm_
 from test_convert import Net, NormAct, Padded, Plain, Scaled, Small, images, train
 
@@ -285,9 +286,9 @@ def test_parametrized_weights_become_plain() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 6), nn.Linear(6, 2)
     )
-    apply_mean_shift_rejection_(model)
-    weight_norm_(model, where=lambda name, _: name == "0")
-    scaled_weight_norm_(model, where=lambda name, _: name == "4")
+    mean_shift_rejection_(model)
+    weight_norm_(model, layers=["0"])
+    scaled_weight_norm_(model, layers=["4"])
     nn.utils.parametrizations.spectral_norm(model[5])
     model.double()
     model(images().double())  # spectral norm has its vectors now

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import equinorm
 from equinorm import launch as dispatch
-from equinorm.msr.rejection import InputNoise, MeanShiftRejection, apply_mean_shift_rejection_, parameter_groups
+from equinorm.msr import InputNoise, MeanShiftRejection, mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d, EquiNormLinear
 from support.grids import diagonal
 from support.triton_interpreter import needs_triton
@@ -132,7 +132,7 @@ def test_equilibrium(compiled: set[str], dtype: torch.dtype, two_pass: bool) -> 
 @pytest.mark.parametrize(("dtype", "channels_last"), diagonal(DTYPES, [True, False]))
 def test_mean_shift_rejection(compiled: set[str], dtype: torch.dtype, channels_last: bool) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), InputNoise(0.1), nn.Conv2d(16, 8, 5))
-    apply_mean_shift_rejection_(net)
+    mean_shift_rejection_(net)
     if channels_last:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     net = net.to(dtype)

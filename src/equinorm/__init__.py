@@ -1,6 +1,7 @@
-"""Networks kept in balance through their weights.
+"""What can be changed in a network without changing what it computes, and what that is good for.
 
-The names below are loaded when they are first used, so that the command line answers before torch is imported.
+The names below are loaded when they are first used, so that the command line answers before torch is imported. What
+belongs to one method alone is reached through its room: `equinorm.msr.parameter_groups`.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
-    from . import diagnostics, nn
+    from . import diagnostics, enorm, equilibrium, msr, nn, normprop, norms, skipinit, weightnorm
     from .conversion import convert, fold
     from .enorm.enorm import BalanceReport, ENorm, ImplicitENorm, balance_
     from .enorm.optimizer_state import register_state_rule
@@ -17,105 +20,67 @@ if TYPE_CHECKING:
     from .enorm.sgd import ENormSGD
     from .models.reports import ConvertReport
     from .models.running_statistics import update_statistics_
-    from .msr.rejection import (
-        InputNoise,
-        MeanShiftRejection,
-        add_input_noise_,
-        apply_mean_shift_rejection_,
-        centre_gradients_,
-        fold_mean_shift_rejection_,
-        parameter_groups,
-        zero_mean_init_,
-    )
+    from .msr.apply import mean_shift_rejection_
+    from .msr.functional import zero_mean_init_
+    from .msr.noise import InputNoise, add_input_noise_
+    from .msr.rejection import MeanShiftRejection
     from .registry import methods, register_method
     from .symmetry import Symmetry, TraceError, trace
-    from .weightnorm.apply import (
-        centred_weight_norm_,
-        scaled_weight_norm_,
-        weight_norm_,
-        weight_standardization_,
-    )
+    from .weightnorm.apply import centred_weight_norm_, scaled_weight_norm_, weight_norm_, weight_standardization_
     from .weightnorm.init import data_dependent_init_
 
-# where each public name lives
 _HOME = {
     "BalanceReport": "enorm.enorm",
     "ConvertReport": "models.reports",
     "ENorm": "enorm.enorm",
     "ENormSGD": "enorm.sgd",
     "ImplicitENorm": "enorm.enorm",
-    "InputNoise": "msr.rejection",
+    "InputNoise": "msr.noise",
     "MeanShiftRejection": "msr.rejection",
     "PathSGD": "enorm.pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
-    "add_input_noise_": "msr.rejection",
-    "apply_mean_shift_rejection_": "msr.rejection",
+    "add_input_noise_": "msr.noise",
     "balance_": "enorm.enorm",
-    "centre_gradients_": "msr.rejection",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
     "data_dependent_init_": "weightnorm.init",
+    "diagnostics": "",
+    "enorm": "",
+    "equilibrium": "",
     "fold": "conversion",
-    "fold_mean_shift_rejection_": "msr.rejection",
+    "mean_shift_rejection_": "msr.apply",
     "methods": "registry",
-    "parameter_groups": "msr.rejection",
+    "msr": "",
+    "nn": "",
+    "normprop": "",
+    "norms": "",
     "register_method": "registry",
     "register_state_rule": "enorm.optimizer_state",
     "scaled_weight_norm_": "weightnorm.apply",
+    "skipinit": "",
     "trace": "symmetry",
     "update_statistics_": "models.running_statistics",
     "weight_norm_": "weightnorm.apply",
     "weight_standardization_": "weightnorm.apply",
-    "zero_mean_init_": "msr.rejection",
+    "weightnorm": "",
+    "zero_mean_init_": "msr.functional",
 }
+"""Where each public name lives; the rooms themselves live here."""
 
-__all__ = [
-    "BalanceReport",
-    "ConvertReport",
-    "ENorm",
-    "ENormSGD",
-    "ImplicitENorm",
-    "InputNoise",
-    "MeanShiftRejection",
-    "PathSGD",
-    "Symmetry",
-    "TraceError",
-    "add_input_noise_",
-    "apply_mean_shift_rejection_",
-    "balance_",
-    "centre_gradients_",
-    "centred_weight_norm_",
-    "convert",
-    "data_dependent_init_",
-    "diagnostics",
-    "fold",
-    "fold_mean_shift_rejection_",
-    "methods",
-    "nn",
-    "parameter_groups",
-    "register_method",
-    "register_state_rule",
-    "scaled_weight_norm_",
-    "trace",
-    "update_statistics_",
-    "weight_norm_",
-    "weight_standardization_",
-    "zero_mean_init_",
-]
+__all__ = [*_HOME]
 
 
 if not TYPE_CHECKING:  # which knows the names above, and is to complain about any other
 
     def __getattr__(name: str) -> Any:
-        if name in ("nn", "diagnostics"):
-            return import_module(f"equinorm.{name}")
         if name not in _HOME:
             raise AttributeError(f"module 'equinorm' has no attribute {name!r}")
-        found = getattr(import_module(f"equinorm.{_HOME[name]}"), name)
-        globals()[name] = found  # a function may be called like its module, and it is the function that is meant
+        home = _HOME[name]
+        found = getattr(import_module(f"equinorm.{home}"), name) if home else import_module(f"equinorm.{name}")
+        globals()[name] = found
         return found
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

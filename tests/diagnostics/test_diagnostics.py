@@ -427,7 +427,7 @@ def test_layers_are_found_however_they_are_made() -> None:
             return self.inner(self.inner(self.table(ids)))
 
     model = Twice()
-    equinorm.weight_norm_(model, where=lambda name, _: name == "inner")
+    equinorm.weight_norm_(model, layers=["inner"])
     found = d.forward_norms(model, {"ids": torch.tensor([[0, 1], [2, 3]])})
     assert found.names == ["table", "inner", "inner#2"]
     assert math.isnan(float(found.input_norm))
@@ -537,7 +537,7 @@ def test_kernel_means() -> None:
         model[0].weight.copy_(
             model[0].weight.mean((2, 3), keepdim=True).expand_as(model[0].weight)
         )  # nothing but means
-    equinorm.apply_mean_shift_rejection_(model)
+    equinorm.mean_shift_rejection_(model)
     found = d.kernel_means(model)
     kernel = "1.parametrizations.weight.original"
     assert set(found.means) == {"0.weight", kernel, "3.weight"}  # the pointwise layer has no window

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import equinorm
 from equinorm.launch import kernels, plain_only
-from equinorm.msr.rejection import (
+from equinorm.msr import (
     InputNoise,
     MeanShiftRejection,
-    apply_mean_shift_rejection_,
-    fold_mean_shift_rejection_,
+    mean_shift_rejection_,
     parameter_groups,
 )
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormLinear
@@ -285,7 +285,7 @@ def equinorm_training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def msr_training(centre_luma: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net(nn.Conv2d)
-    apply_mean_shift_rejection_(model)
+    mean_shift_rejection_(model)
     optimizer = torch.optim.SGD(parameter_groups(model), lr=0.3, momentum=0.9, fused=True)
     MeanShiftRejection(model, optimizer, luma=0.05, max_step=0.02, centre_luma=centre_luma).attach()
     return model, optimizer
@@ -411,7 +411,7 @@ def test_memory() -> None:
     x = torch.rand(64, 64, 56, 56, device="cuda").to(torch.bfloat16, memory_format=torch.channels_last)
     plain, equinorm, batchnorm = (peak(deep(make), x) for make in (convolution, EquiNormConv2d, with_batchnorm))
     rejecting = deep(convolution)
-    apply_mean_shift_rejection_(rejecting)
+    mean_shift_rejection_(rejecting)
     activations = x.numel() * 2
     assert equinorm - plain < 0.2 * activations
     assert batchnorm - plain > 2 * activations
@@ -430,7 +430,7 @@ def test_scaled_kernels_under_autocast() -> None:
             assert torch.equal(layer.weight, exact)
         with torch.nn.utils.parametrize.cached():
             assert layer.weight.dtype == torch.float32
-        fold_mean_shift_rejection_(model)
+        equinorm.fold(model, inplace=True)
     assert torch.equal(layer.weight, exact)
 
 

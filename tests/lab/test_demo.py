@@ -14,7 +14,7 @@ from equinorm import cli
 from equinorm.equilibrium.layers import EquiNormConv2d
 from equinorm.lab.experiments import demo
 from equinorm.lab.experiments.demo import DEEP, FAMILIES, METHODS, RATES, RESIDUAL, STUDIES, Job, Run, best_rate, cell
-from equinorm.msr.rejection import ScaledKernel
+from equinorm.msr import ScaledKernel
 from equinorm.weightnorm import ScaledWeightNorm, WeightNorm
 
 

@@ -20,7 +20,7 @@ from equinorm.lab.nets.norms import Layers
 from equinorm.lab.nets.resnets import Residual, ZeroPaddedSkip
 from equinorm.models.layers import fans
 from equinorm.models.parametrized import originals, parametrized_layers
-from equinorm.msr.rejection import InputNoise, scaled_kernels
+from equinorm.msr import InputNoise, scaled_kernels
 from equinorm.norms.layers import TLU, FilterResponseNorm
 from support.nets import assert_function_kept
 

@@ -14,14 +14,16 @@ from test_meanshift import Residual, kernel, log_gain
 from torch import nn
 from torch.nn.utils import parametrize
 
-import equinorm.msr.rejection
-from equinorm.msr.rejection import (
+from equinorm.msr import (
     InputNoise,
     MeanShiftRejection,
-    apply_mean_shift_rejection_,
     centre_gradients_,
     luma_gradient,
+    mean_shift_rejection_,
+    noise,
     parameter_groups,
+    parametrization,
+    rejection,
 )
 from support.filters import SHAPES, assert_close, dtypes, laid_out
 from support.triton_interpreter import interpreted
@@ -37,7 +39,8 @@ quick = settings(max_examples=12, phases=(Phase.explicit, Phase.generate))
 
 @pytest.fixture
 def kernels_on(monkeypatch: Any) -> None:
-    monkeypatch.setattr(equinorm.msr.rejection, "kernels", lambda *_: small)
+    for file in (parametrization, rejection, noise):
+        monkeypatch.setattr(file, "kernels", lambda *_: small)
 
 
 # -- the parametrization -------------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ def test_second_derivatives() -> None:
 def test_parametrized_layers() -> None:
     """Values, gradients, assignment and removal go through the kernel; frozen parameters stay without gradient."""
     net = Residual()
-    apply_mean_shift_rejection_(net)
+    mean_shift_rejection_(net)
     layer = net.conv1
     assert "ScaledKernel" in str(layer.weight.grad_fn)
     torch.testing.assert_close(layer.weight, log_gain(layer).exp() * kernel(layer))
@@ -103,7 +106,7 @@ def test_parametrized_layers() -> None:
 def test_what_the_kernel_does_not_take(monkeypatch: Any) -> None:
     monkeypatch.setattr(small, "scaled_kernel", None)
     net = Residual().double()
-    apply_mean_shift_rejection_(net)
+    mean_shift_rejection_(net)
     assert net.conv1.weight.dtype == torch.float64
 
 
@@ -255,7 +258,8 @@ def trained(net: nn.Module, make: Any, use: Any) -> nn.Module:
     torch.manual_seed(3)
     net = copy.deepcopy(net)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(equinorm.msr.rejection, "kernels", lambda *_: use)
+        for file in (parametrization, rejection):
+            patch.setattr(file, "kernels", lambda *_: use)
         optimizer = make(net)
         msr = MeanShiftRejection(net, optimizer, luma=0.1, max_step=0.005)
         msr.attach()
@@ -280,7 +284,7 @@ def trained(net: nn.Module, make: Any, use: Any) -> nn.Module:
 )
 def test_training_is_the_same(make: Any) -> None:
     net = Residual()
-    apply_mean_shift_rejection_(net, log_gain=0.3)
+    mean_shift_rejection_(net, log_gain=0.3)
     with torch.no_grad():
         kernel(net.conv1).mul_(1.3)
     one, two = trained(net, make, small), trained(net, make, None)
@@ -291,7 +295,7 @@ def test_training_is_the_same(make: Any) -> None:
 @pytest.mark.usefixtures("kernels_on")
 def test_gradients_the_kernels_do_not_take_go_to_the_plain_twin() -> None:
     net = Residual()
-    apply_mean_shift_rejection_(net)
+    mean_shift_rejection_(net)
     msr = MeanShiftRejection(net, torch.optim.SGD(net.parameters(), lr=0.1), z=1.0, luma=0.0)
     net(torch.randn(2, 2, 6, 6)).sum().backward()
     V = kernel(net.conv1)

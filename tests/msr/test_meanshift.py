@@ -2,7 +2,7 @@
 
 The finding of docs/mean-shift-rejection.md is measured by the slow test at the end:
 
-    python -m pytest tests/test_meanshift.py -m slow -s
+    python -m pytest tests/msr/test_meanshift.py -m slow -s
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from equinorm.msr.rejection import (
+import equinorm
+from equinorm.models.handle import Handle
+from equinorm.models.parametrized import bake_weights_
+from equinorm.msr import (
     InputNoise,
     MeanShiftRejection,
     ScaledKernel,
     add_input_noise_,
-    apply_mean_shift_rejection_,
     centre_gradients_,
-    fold_mean_shift_rejection_,
     luma_gradient,
+    mean_shift_rejection_,
     parameter_groups,
+    scaled_kernels,
     zero_mean_init_,
 )
 
@@ -62,7 +65,7 @@ def images(n: int = 6) -> Tensor:
 
 def rejecting(bias: bool = True, **options: Any) -> Residual:
     net = Residual(bias=bias).double()
-    apply_mean_shift_rejection_(net, **options)
+    mean_shift_rejection_(net, **options)
     return net
 
 
@@ -120,7 +123,7 @@ def test_kernels_without_a_window_are_refused(shape: tuple[int, ...]) -> None:
 def test_a_shift_of_the_mean_is_rejected(groups: int, stride: int) -> None:
     """Section 1 of the paper: add any constant to any input channel, and nothing changes."""
     conv = nn.Conv2d(4, 8, 3, stride, 1, groups=groups, padding_mode="circular").double()
-    apply_mean_shift_rejection_(conv, exclude_first=False)
+    mean_shift_rejection_(conv, exclude_first=False)
     x, shift = torch.randn(2, 4, 8, 8, dtype=torch.float64), 100 * torch.randn(1, 4, 1, 1, dtype=torch.float64)
     torch.testing.assert_close(conv(x + shift), conv(x), rtol=0, atol=1e-11)
     with torch.no_grad():
@@ -137,7 +140,7 @@ def test_scaled_kernel_is_its_equation(drawn: Any) -> None:
     torch.manual_seed(seed)
     conv = [nn.Conv1d, nn.Conv2d, nn.Conv3d][len(window) - 1](channels, filters, window).double()
     before, weight = conv.weight.detach().clone(), conv.weight
-    apply_mean_shift_rejection_(conv, exclude_first=False, init=False)
+    mean_shift_rejection_(conv, exclude_first=False, init=False)
     assert kernel(conv) is weight  # the optimizer keeps its reference
     torch.testing.assert_close(conv.weight, before, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
@@ -168,23 +171,23 @@ def test_gradients_and_second_derivatives() -> None:
 
 def test_all_spatial_kernels_but_the_first() -> None:
     net = Residual()
-    report = apply_mean_shift_rejection_(net, log_gain=math.log(0.8))
+    report = mean_shift_rejection_(net, log_gain=math.log(0.8))
     assert report.applied == ("conv1", "conv2")
     assert report.skipped == {
         "stem": "the first spatial convolution: it looks at the data",
         "point": "its window is a single point",
     }
     torch.testing.assert_close(log_gain(net.conv1).exp(), torch.full((4, 1, 1, 1), 0.8))
-    again = apply_mean_shift_rejection_(net)
+    again = mean_shift_rejection_(net)
     assert again.applied == ()
     assert again.skipped["conv1"] == "its weight is parametrized already"
-    assert apply_mean_shift_rejection_(Residual(), exclude_first=False).applied == ("stem", "conv1", "conv2")
+    assert mean_shift_rejection_(Residual(), exclude_first=False).applied == ("stem", "conv1", "conv2")
     torch.testing.assert_close(log_gain(rejecting().conv1).exp(), torch.full((4, 1, 1, 1), 0.5).double())
 
 
 def test_the_first_kernel_can_be_scaled_and_keeps_its_mean() -> None:
     net = Residual().double()
-    report = apply_mean_shift_rejection_(net, log_gain=math.log(0.8), scale_first=True)
+    report = mean_shift_rejection_(net, log_gain=math.log(0.8), scale_first=True)
     assert report.applied == ("stem", "conv1", "conv2")
     means = kernel(net.stem).flatten(2).mean(2).abs()
     assert means.min() > 0
@@ -211,11 +214,11 @@ def test_first_is_by_registration_or_by_execution() -> None:
 
     net = Backwards()
     net.norm.eval()
-    assert apply_mean_shift_rejection_(copy.deepcopy(net)).applied == ("first",)
+    assert mean_shift_rejection_(copy.deepcopy(net)).applied == ("first",)
     for example in (torch.randn(2, 2, 9), (torch.randn(2, 2, 9),), {"x": torch.randn(2, 2, 9)}):
         twin = copy.deepcopy(net)
         before = copy.deepcopy(twin.state_dict())
-        report = apply_mean_shift_rejection_(twin, example_inputs=example, init=False)
+        report = mean_shift_rejection_(twin, example_inputs=example, init=False)
         assert report.applied == ("last",)
         assert torch.equal(twin.norm.running_mean, before["norm.running_mean"])
         assert twin.training
@@ -230,7 +233,7 @@ def test_an_example_that_meets_no_kernel_is_refused() -> None:
             self.conv = nn.Conv1d(2, 2, 3)
 
     with pytest.raises(ValueError, match="run through no spatial convolution"):
-        apply_mean_shift_rejection_(Unused(), example_inputs=torch.zeros(1))
+        mean_shift_rejection_(Unused(), example_inputs=torch.zeros(1))
 
 
 def test_what_cannot_be_done_is_said() -> None:
@@ -242,15 +245,30 @@ def test_what_cannot_be_done_is_said() -> None:
             self.c = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
             self.d = nn.Conv1d(2, 2, 3)
 
-    report = apply_mean_shift_rejection_(Net(), exclude_first=False, where=lambda name, _: name != "d")
+    report = mean_shift_rejection_(Net(), exclude_first=False, keep=["d"])
     assert report.applied == ()
     assert report.skipped["a"] == report.skipped["b"] == "its weight is shared: a.weight = b.weight"
     assert report.skipped["up"].startswith("a transposed convolution")
     assert report.skipped["c"] == "its weight is parametrized already"
-    assert report.skipped["d"] == "not asked for by `where`"
-    assert apply_mean_shift_rejection_(nn.Linear(2, 2)).applied == ()
+    assert report.skipped["d"] == "kept, as asked for"
+    assert mean_shift_rejection_(nn.Linear(2, 2)).applied == ()
     with pytest.raises(ValueError, match="run the model once"):
-        apply_mean_shift_rejection_(nn.Sequential(nn.LazyConv1d(2, 3)), exclude_first=False)
+        mean_shift_rejection_(nn.Sequential(nn.LazyConv1d(2, 3)), exclude_first=False)
+
+
+def test_keep_and_layers_take_names() -> None:
+    def scaled(**options: Any) -> tuple[str, ...]:
+        return mean_shift_rejection_(Residual(), exclude_first=False, **options).applied
+
+    assert scaled(keep=["conv*"]) == ("stem",)
+    assert scaled(keep=["stem", "conv2.weight"]) == ("conv1",)
+    assert scaled(layers=["conv2"]) == ("conv2",)
+    assert scaled(keep="conv2", layers=["conv1", "conv2"]) == ("conv1",)
+    net = Residual()
+    for options, message in (({"keep": ["conv3"]}, "keep='conv3'"), ({"layers": ["conv3"]}, "did you mean conv")):
+        with pytest.raises(ValueError, match=message):
+            mean_shift_rejection_(net, **options)
+    assert not any(scaled_kernels(net))
 
 
 def test_parameter_groups() -> None:
@@ -267,8 +285,14 @@ def test_parameter_groups() -> None:
         "conv2.parametrizations.weight.0.g",
     ]
     assert {names[id(p)] for p in rest["params"]} == {
-        "stem.weight", "stem.bias", "conv1.bias", "point.weight", "point.bias", "head.weight", "head.bias",
-    }  # fmt: skip
+        "stem.weight",
+        "stem.bias",
+        "conv1.bias",
+        "point.weight",
+        "point.bias",
+        "head.weight",
+        "head.bias",
+    }
     assert len(parameter_groups(nn.Linear(2, 2), weight_decay=0.1)) == 1
     (all_of_them,) = parameter_groups(net)
     assert all_of_them["weight_decay"] == 0
@@ -463,7 +487,7 @@ def test_grad_scaler(options: dict[str, Any], max_step: float | None) -> None:
     for scaled in (True, False):
         torch.manual_seed(1)
         net = Residual()
-        apply_mean_shift_rejection_(net)
+        mean_shift_rejection_(net)
         with torch.no_grad():
             kernel(net.conv1).mul_(1.5)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.3, **options)
@@ -529,7 +553,41 @@ def test_removed_is_removed() -> None:
         its.step()
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
-    msr.attach().remove()
+    again = msr.attach()
+    handle.remove()  # the first one has nothing to do with this
+    with pytest.raises(RuntimeError, match="already attached"):
+        msr.attach()
+    again.remove()
+
+
+def test_nothing_happens_before_it_is_attached() -> None:
+    net = rejecting()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    msr = MeanShiftRejection(net, optimizer)
+    net(images()).square().mean().backward()
+    before = kernel(net.conv1).grad.clone()
+    optimizer.step()
+    assert torch.equal(kernel(net.conv1).grad, before)
+    assert msr.steps == 0
+    handle = msr.attach()
+    assert type(handle) is Handle
+    assert repr(handle) == "<mean shift rejection of SGD>"
+    optimizer.step()
+    assert not torch.equal(kernel(net.conv1).grad, before)
+    assert msr.steps == 1
+
+
+def test_repr_tells_settings_and_what_happened() -> None:
+    net = rejecting()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    msr = MeanShiftRejection(net, optimizer, max_step=1e-9)
+    assert repr(msr) == (
+        "<MeanShiftRejection of Residual: z=0.85, luma=0.0005, centre_luma=True, max_step=1e-09, bias_step=0.5; "
+        "2 scaled kernels, not attached to SGD; 0 of 0 steps limited>"
+    )
+    msr.attach()
+    step(net, optimizer, images())
+    assert repr(msr).endswith("2 scaled kernels, attached to SGD; 1 of 1 step limited>")
 
 
 def test_the_optimizer_is_checked() -> None:
@@ -537,7 +595,7 @@ def test_the_optimizer_is_checked() -> None:
     early = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="no scaled kernels"):
         MeanShiftRejection(net, early)
-    apply_mean_shift_rejection_(net)
+    mean_shift_rejection_(net)
     with pytest.raises(ValueError, match="does not have g of conv1"):
         MeanShiftRejection(net, early)
     decaying = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=1e-4)
@@ -645,16 +703,15 @@ def test_folding_gives_plain_layers_with_the_same_function() -> None:
     with torch.no_grad():
         log_gain(net.conv1).normal_()
     expected, V = net(x), kernel(net.conv1)
-    assert fold_mean_shift_rejection_(net) == ("conv1", "conv2")
+    equinorm.fold(net, inplace=True)
     assert type(net.conv1) is nn.Conv2d
     assert net.conv1.weight is V
     torch.testing.assert_close(net(x), expected, rtol=1e-12, atol=1e-12)
     plain.load_state_dict(net.state_dict())
     torch.testing.assert_close(plain(x), expected, rtol=1e-12, atol=1e-12)
-    assert fold_mean_shift_rejection_(net) == ()
 
 
-def test_folding_refuses_what_lies_on_top() -> None:
+def test_making_weights_plain_refuses_what_lies_on_top() -> None:
     class Twice(nn.Module):
         def forward(self, w: Tensor) -> Tensor:
             return 2 * w
@@ -662,7 +719,7 @@ def test_folding_refuses_what_lies_on_top() -> None:
     net = rejecting()
     parametrize.register_parametrization(net.conv2, "weight", Twice())
     with pytest.raises(ValueError, match="on top"):
-        fold_mean_shift_rejection_(net)
+        bake_weights_(dict(scaled_kernels(net)))
     assert parametrize.is_parametrized(net.conv1)
 
 
@@ -757,6 +814,8 @@ def test_noise_at_the_input_of_units() -> None:
     unit, x = nn.Sequential(nn.Identity()), torch.ones(2, 3)
     keys = set(unit.state_dict())
     handle = add_input_noise_([unit], a=0.1)
+    assert type(handle) is Handle
+    assert repr(handle) == "<InputNoise(a=0.1) before 1 module>"
     for noisy in (unit, copy.deepcopy(unit), pickle.loads(pickle.dumps(unit))):
         y = noisy(x)
         assert not torch.equal(y, x)
@@ -831,7 +890,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def train(net: nn.Module, gain: float, steps: int = 100, warmup: int = 0, **options: Any) -> tuple[float, float, float]:
     """(accuracy on the training set, largest loss, share of limited steps) at lr 0.4 and momentum 0.9."""
-    apply_mean_shift_rejection_(net, log_gain=math.log(gain))
+    mean_shift_rejection_(net, log_gain=math.log(gain))
     optimizer = torch.optim.SGD(parameter_groups(net), lr=0.4, momentum=0.9)
     msr = MeanShiftRejection(net, optimizer, **options)
     msr.attach()
@@ -866,7 +925,7 @@ def test_gains_set_how_fast_the_stream_grows() -> None:
         for seed in range(5):
             torch.manual_seed(seed)
             net = Deep()
-            apply_mean_shift_rejection_(net, log_gain=math.log(gain))
+            mean_shift_rejection_(net, log_gain=math.log(gain))
             F.cross_entropy(net(x[:256]), y[:256]).backward()
             with torch.no_grad():
                 start, *_, end = net.stream(x[:256])

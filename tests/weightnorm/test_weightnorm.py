@@ -250,16 +250,63 @@ def test_report_says_what_was_left_and_why() -> None:
             self.body = nn.Linear(4, 4)
 
     net = Net()
-    report = weight_norm_(net, where=lambda name, layer: name != "body")
+    report = weight_norm_(net, keep=["body"])
     assert report.applied == ("once",)  # one layer under two names is not a tie
     assert report.skipped == {
         "lm_head": "its weight is shared: embed.weight = lm_head.weight",
         "a": "its weight is parametrized already",
         "up": "a grouped transposed convolution: its filters are not slices of its weight",
-        "body": "not asked for by `where`",
+        "body": "kept, as asked for",
     }
     assert "applied to 1 layers" in str(report)
     assert "lm_head" in str(report)
+
+
+@EACH
+def test_keep_and_layers_take_names(method: Apply) -> None:
+    def normed(**options: Any) -> tuple[str, ...]:
+        return method(Residual(), **options).applied
+
+    assert normed(keep=["conv*"]) == ("stem", "head")
+    assert normed(keep=["head.weight", "stem"]) == ("conv1", "conv2")
+    assert normed(layers=["head", "conv1"]) == ("conv1", "head")
+    net = Residual()
+    for options, message in (({"keep": ["conv3"]}, "keep='conv3'"), ({"layers": ["conv3"]}, "did you mean conv")):
+        with pytest.raises(ValueError, match=message):
+            method(net, **options)
+    assert not any(parametrized_layers(net, nn.Module))
+
+
+def test_a_layer_under_two_names_answers_to_both() -> None:
+    def twice() -> nn.Sequential:
+        layer = nn.Linear(3, 3)
+        return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(3, 2))
+
+    assert weight_norm_(twice(), keep=["2"]).applied == ("3",)
+    assert weight_norm_(twice(), layers=["2"]).applied == ("0",)
+
+
+def test_scaled_weight_norm_leaves_biases_that_are_to_be_kept() -> None:
+    net = Residual()
+    before = net.stem.bias.detach().clone()
+    scaled_weight_norm_(net, keep=["stem.bias"])
+    assert torch.equal(net.stem.bias, before)
+    assert not net.head.bias.any()
+    assert parametrize.is_parametrized(net.stem, "weight")
+
+
+def test_reports_show_themselves() -> None:
+    net = Residual(bias=False)
+    report = weight_norm_(net, keep=["head"])
+    assert repr(report) == "<LayerReport: applied to 3 layers, 1 left as they are>"
+    html = report._repr_html_()
+    assert "<td>conv2</td><td>applied</td>" in html
+    assert "<td>head</td><td>left as it is: kept, as asked for</td>" in html
+    assert "&lt;b&gt;" in LayerReport(("<b>",), {})._repr_html_()
+    init = data_dependent_init_(net.double(), images(32))
+    assert repr(init) == "<InitReport: 3 layers initialised, 3 without bias>"
+    assert "initialised 3 layers: stem, conv1, conv2" in str(init)
+    assert "no bias, so their mean is what it is: stem, conv1, conv2" in str(init)
 
 
 @EACH

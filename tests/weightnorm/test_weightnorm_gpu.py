@@ -20,9 +20,15 @@ FAMILY = [equinorm.weight_norm_, centred_weight_norm_, scaled_weight_norm_, weig
 def net(apply: Any, layout: torch.memory_format) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, groups=4), nn.ReLU(), nn.ConvTranspose2d(32, 8, 2),
-        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, groups=4),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 8, 2),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 5),
+    )
     apply(model)
     return model.cuda().to(memory_format=layout)  # type: ignore[call-overload]
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 
 from torch import nn
 
-__all__ = ["CONVOLUTIONS", "LAYERS", "TRANSPOSED", "LayerReport", "Where", "fans", "filter_dim", "tied_weights"]
+from ..errors import counted, meant
+from .patterns import Keep
+
+__all__ = ["CONVOLUTIONS", "LAYERS", "TRANSPOSED", "LayerReport", "fans", "filter_dim", "select", "tied_weights"]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
-
-Where = Callable[[str, nn.Module], bool]
-"""`where(name, layer)` says whether a method is meant for a layer."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,47 @@ class LayerReport:
         lines = [f"applied to {len(self.applied)} layers"]
         lines += [f"  left as it is: {name or 'the model itself'}: {why}" for name, why in self.skipped.items()]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<LayerReport: applied to {counted(len(self.applied), 'layer')}, {len(self.skipped)} left as they are>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, "applied") for name in self.applied]
+        rows += [(name, f"left as it is: {why}") for name, why in self.skipped.items()]
+        shown = ((escape(name or "the model itself"), escape(what)) for name, what in rows)
+        cells = "".join(f"<tr><td>{name}</td><td>{what}</td></tr>" for name, what in shown)
+        return f"<table><tr><th>layer</th><th></th></tr>{cells}</table>"
+
+
+def select(
+    model: nn.Module,
+    kinds: tuple[type[nn.Module], ...],
+    keep: Iterable[str] = (),
+    layers: Iterable[str] | None = None,
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, layer, why it is to be left as it is, None if it is not) of every layer of some kinds.
+
+    `keep` are names and patterns of modules or parameters that must stay as they are; `layers`, if given, the names of
+    all that are meant. A layer that is registered twice answers to both its names.
+
+    >>> for name, layer, why in select(model, LAYERS, keep=["head"]): ...
+    """
+    kept = Keep(model, keep)
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, kinds):
+            names.setdefault(module, []).append(name)
+    selected = None if layers is None else set(layers)
+    known = [name for several in names.values() for name in several]
+    for unknown in sorted((selected or set()).difference(known)):
+        raise ValueError(f"layers: {type(model).__name__} has no such layer: {unknown!r}{meant(unknown, known)}")
+    for layer, several in names.items():
+        why = None
+        if any(name in kept or f"{name}.weight".lstrip(".") in kept for name in several):
+            why = "kept, as asked for"
+        elif selected is not None and selected.isdisjoint(several):
+            why = "not among the layers that were asked for"
+        yield several[0], layer, why
 
 
 def fans(layer: nn.Module) -> tuple[int, int]:

@@ -164,7 +164,7 @@ class Parametrization:
 
     kind: type[nn.Module]
     apply_: Callable[..., Any]
-    """Takes the model and `where`; raises, if at all, before it changes anything."""
+    """Takes the model and the names of its `layers`; raises, if at all, before it changes anything."""
     why_not: Callable[[nn.Module], str]
     """Why a layer cannot have it; empty if it can."""
     same: tuple[type[nn.Module], ...] = ()
@@ -187,9 +187,8 @@ def parametrize_layers(plan: Plan, method: Parametrization, only: set[str] | Non
         else:
             chosen[path] = layer
     if chosen:
-        layers = set(chosen.values())
         # If anything raises it is this, before it changes anything; so it is the first step.
-        plan.later(lambda: method.apply_(plan.model, where=lambda _, layer: layer in layers, **options))
+        plan.later(lambda: method.apply_(plan.model, layers=list(chosen), **options))
     for path, layer in chosen.items():
         plan.change(path, f"{describe(layer)} with {method.kind.__name__}")
     return same | set(chosen)

@@ -13,21 +13,9 @@ from ..models.plan import Norm, Plan
 from ..models.replacing import Parametrization, Roles, parametrize_layers
 from ..models.surgery import describe, gain_and_offset, shift_outputs_
 from ..registry import Method
-from .rejection import (
-    DEFAULT_LOG_GAIN,
-    InputNoise,
-    ScaledKernel,
-    add_input_noise_,
-)
-from .rejection import (
-    _is_spatial as is_spatial,
-)
-from .rejection import (
-    _why_not as why_not_scaled,
-)
-from .rejection import (
-    apply_mean_shift_rejection_ as mean_shift_rejection_,
-)
+from .apply import DEFAULT_LOG_GAIN, is_spatial, mean_shift_rejection_, why_not_scale
+from .noise import InputNoise, add_input_noise_
+from .parametrization import ScaledKernel
 
 __all__ = ["METHODS"]
 
@@ -49,7 +37,7 @@ def _plan(
             return "a linear layer has no window"
         if layer is first and not scale_first:
             return "the first spatial convolution: it looks at the data"
-        return why_not_scaled(layer) or ""
+        return why_not_scale(layer) or ""
 
     scales_first = exclude_first and scale_first
     apply_ = partial(

@@ -12,10 +12,10 @@ from ..models.parametrized import originals
 from ..models.plan import Norm, Plan
 from ..models.replacing import Roles, only_relus
 from ..models.surgery import bias_of, describe, outputs_of, replace_module, shift_outputs_
-from ..norms.layers import NormalizationPropagation, PropagatedReLU
 from ..registry import Method
 from ..weightnorm.apply import weight_norm_
 from ..weightnorm.method import why_no_directions
+from .layers import NormalizationPropagation, PropagatedReLU
 
 __all__ = ["METHODS"]
 
@@ -67,7 +67,7 @@ def _propagate(plan: Plan, call: Call, norm: Norm | None, gain: float) -> None:
 
 @torch.no_grad()
 def _put(model: nn.Module, roles: Roles, *, gain: float) -> None:
-    for name in weight_norm_(model, where=lambda name, _: name != roles.classifier).applied:
+    for name in weight_norm_(model, keep=() if roles.classifier is None else (roles.classifier,)).applied:
         originals(model.get_submodule(name)).original0.fill_(gain)
 
 

@@ -6,7 +6,6 @@ layer                          what it does                                     
 MeanOnlyBatchNorm1d, 2d, 3d    x - μ_batch + b                                              Salimans & Kingma 2016
 FilterResponseNorm, TLU        γ x / √(ν² + ε) + β, then max(·, τ)                          Singh & Krishnan 2019
 BatchRenorm1d, 2d, 3d          γ ((x - μ_batch) / σ_batch · r + d) + β                      Ioffe 2017
-NormalizationPropagation       (ReLU(γ W x / ‖W‖ + β) - 1/√(2π)) / √(½ (1 - 1/π))           Arpit et al. 2016
 =============================  ===========================================================  =====================
 
 All take inputs with channels in axis 1, put out the input's dtype, compute statistics in float32 at least, and
@@ -15,27 +14,26 @@ read no value on the host, so a compiled model is not recompiled from step to st
 
 from __future__ import annotations
 
-import math
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.parametrized import originals
-from ..weightnorm.apply import weight_norm_
-
 __all__ = [
+    "BATCH_RENORM_DEFAULTS",
     "TLU",
+    "BatchRenorm",
     "BatchRenorm1d",
     "BatchRenorm2d",
     "BatchRenorm3d",
     "FilterResponseNorm",
+    "MeanOnlyBatchNorm",
     "MeanOnlyBatchNorm1d",
     "MeanOnlyBatchNorm2d",
     "MeanOnlyBatchNorm3d",
-    "NormalizationPropagation",
-    "propagated_relu",
 ]
 
 
@@ -167,17 +165,6 @@ class TLU(_ChannelNorm):
 # Batch renormalization
 
 
-BATCH_RENORM_DEFAULTS: dict[str, Any] = {
-    "eps": 1e-3,
-    "momentum": 0.01,
-    "r_max": 3.0,
-    "d_max": 5.0,
-    "r_schedule": (5_000, 40_000),
-    "d_schedule": (5_000, 25_000),
-}
-"""Limits and steps are those of Ioffe 2017, `eps` and `momentum` those of TensorFlow's batch renorm."""
-
-
 class BatchRenorm(_ChannelNorm):
     """Batch norm whose training output is, up to clipping, what evaluation would give (Ioffe 2017).
 
@@ -198,12 +185,12 @@ class BatchRenorm(_ChannelNorm):
     def __init__(
         self,
         num_features: int,
-        eps: float = BATCH_RENORM_DEFAULTS["eps"],
-        momentum: float = BATCH_RENORM_DEFAULTS["momentum"],
-        r_max: float = BATCH_RENORM_DEFAULTS["r_max"],
-        d_max: float = BATCH_RENORM_DEFAULTS["d_max"],
-        r_schedule: tuple[int, int] = BATCH_RENORM_DEFAULTS["r_schedule"],
-        d_schedule: tuple[int, int] = BATCH_RENORM_DEFAULTS["d_schedule"],
+        eps: float = 1e-3,
+        momentum: float = 0.01,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        r_schedule: tuple[int, int] = (5_000, 40_000),
+        d_schedule: tuple[int, int] = (5_000, 25_000),
         affine: bool = True,
     ) -> None:
         super().__init__(num_features)
@@ -259,56 +246,11 @@ class BatchRenorm2d(BatchRenorm, axes=(4,)): ...
 class BatchRenorm3d(BatchRenorm, axes=(5,)): ...
 
 
-# Normalization propagation
-
-_RELU_MEAN = 1 / math.sqrt(2 * math.pi)
-_RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
-
-
-def propagated_relu(x: Tensor) -> Tensor:
-    """(ReLU(x) - 1/√(2π)) / √(½ (1 - 1/π)): zero mean and unit variance if x is a standard Gaussian.
-
-    Arpit et al. 2016: the moments of a rectified Gaussian in closed form.
-    """
-    return (F.relu(x) - _RELU_MEAN) / _RELU_STD
-
-
-class PropagatedReLU(nn.Module):
-    """The ReLU of normalization propagation: zero mean and unit variance behind a normalized layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return propagated_relu(x)
-
-
-class NormalizationPropagation(nn.Module):
-    """A linear or convolutional layer and its ReLU that hand on zero mean and unit variance, without statistics.
-
-    o = (ReLU(γ W x / ‖W‖ + β) - 1/√(2π)) / √(½ (1 - 1/π)) per filter (Arpit et al. 2016). Normalised
-    Gaussian inputs in, normalised outputs out: normalise the data once, over the whole training set.
-
-    `layer` is weight-normed in place: its gain is γ and starts at `gain`, its bias is β and starts at 0; one
-    without bias goes without. `gain=1` keeps the variance of activations; 1/1.21 keeps that of gradients instead,
-    since the mean squared slope of the function is ½ / (½ (1 - 1/π)) = 1.21². `equinorm.fold` makes the
-    weight plain.
-
-    >>> nn.Sequential(NormalizationPropagation(nn.Conv2d(3, 16, 3)), NormalizationPropagation(nn.Conv2d(16, 16, 3)))
-    """
-
-    def __init__(self, layer: nn.Module, gain: float = 1.0) -> None:
-        super().__init__()
-        report = weight_norm_(layer, where=lambda _, inner: inner is layer)
-        if not report.applied:
-            why = "; ".join(report.skipped.values()) or "not a linear or convolutional layer"
-            raise TypeError(f"normalization propagation cannot wrap {layer}: {why}")
-        with torch.no_grad():
-            originals(layer).original0.fill_(gain)
-            if isinstance(layer.bias, Tensor):
-                layer.bias.zero_()
-        self.layer = layer
-
-    @property
-    def wrapped_layer(self) -> nn.Module:
-        return self.layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return propagated_relu(self.layer(x))
+BATCH_RENORM_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(BatchRenorm).parameters.values()
+        if parameter.name not in ("num_features", "affine")
+    }
+)
+"""The settings of `BatchRenorm` and their defaults, for whoever offers them: eps, momentum, limits and schedules."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..models.filters import centre_filters, filter_norm
-from ..models.layers import LAYERS, TRANSPOSED, LayerReport, Where, fans, filter_dim, tied_weights
+from ..models.layers import LAYERS, TRANSPOSED, LayerReport, fans, filter_dim, select, tied_weights
 from ..models.parametrized import originals, why_not_parametrize
+from ..models.patterns import Keep
 from .parametrizations import CentredWeightNorm, ScaledWeightNorm, WeightNorm, WeightStandardization
 
 __all__ = [
@@ -24,41 +25,52 @@ __all__ = [
 ]
 
 
-def weight_norm_(model: nn.Module, *, where: Where | None = None) -> LayerReport:
+def weight_norm_(model: nn.Module, *, keep: Iterable[str] = (), layers: Iterable[str] | None = None) -> LayerReport:
     """Weight norm, w = g · v / ‖v‖ per filter, on every linear and convolutional layer (arpit2019, section 4).
 
-    The function of the model does not change. State-dict keys are those of torch's own `weight_norm`, which the
-    functions below know as well: `original0` is g, `original1` is v. Make the optimizer afterwards.
+    The function of the model does not change. State-dict keys are those of torch's own `weight_norm`, which
+    `data_dependent_init_` and `fold` know as well: `original0` is g, `original1` is v. Make the optimizer afterwards.
 
-    >>> print(weight_norm_(model, where=lambda name, layer: name != "head"))
+    `keep`: names or patterns of modules or parameters that stay as they are. `layers`: the names of the layers that
+    are meant, all of them unless given. The other methods of the family take both too.
+
+    >>> print(weight_norm_(model, keep=["head"]))
     """
-    layers, skipped = _layers(model, where, centred=False)
-    for layer in layers.values():
+    selected, skipped = _select(model, keep, layers, centred=False)
+    for layer in selected.values():
         parametrize.register_parametrization(layer, "weight", WeightNorm(filter_dim(layer)), unsafe=True)
-    return LayerReport(tuple(layers), skipped)
+    return LayerReport(tuple(selected), skipped)
 
 
-def centred_weight_norm_(model: nn.Module, *, where: Where | None = None) -> LayerReport:
+def centred_weight_norm_(
+    model: nn.Module, *, keep: Iterable[str] = (), layers: Iterable[str] | None = None
+) -> LayerReport:
     """Centred weight norm (Huang et al. 2017) on every linear and convolutional layer: see `CentredWeightNorm`.
 
     Filters lose their means, so the function of the model changes: for the start of training.
+
+    >>> centred_weight_norm_(model)
     """
-    layers, skipped = _layers(model, where, centred=True)
-    for layer in layers.values():
+    selected, skipped = _select(model, keep, layers, centred=True)
+    for layer in selected.values():
         parametrize.register_parametrization(layer, "weight", CentredWeightNorm(filter_dim(layer)), unsafe=True)
-    return LayerReport(tuple(layers), skipped)
+    return LayerReport(tuple(selected), skipped)
 
 
-def weight_standardization_(model: nn.Module, *, where: Where | None = None, eps: float = 1e-5) -> LayerReport:
+def weight_standardization_(
+    model: nn.Module, *, keep: Iterable[str] = (), layers: Iterable[str] | None = None, eps: float = 1e-5
+) -> LayerReport:
     """Weight standardization (Qiao et al. 2019) on every linear and convolutional layer.
 
     Layers lose their filters' means and lengths: for the start of training, of layers that a norm follows
-    (leave the last one out with `where`). The weights stay the parameter objects they were.
+    (leave the last one out with `keep`). The weights stay the parameter objects they were.
+
+    >>> weight_standardization_(model, keep=["head"])
     """
-    layers, skipped = _layers(model, where, centred=True)
-    for layer in layers.values():
+    selected, skipped = _select(model, keep, layers, centred=True)
+    for layer in selected.values():
         parametrize.register_parametrization(layer, "weight", WeightStandardization(filter_dim(layer), eps))
-    return LayerReport(tuple(layers), skipped)
+    return LayerReport(tuple(selected), skipped)
 
 
 @torch.no_grad()
@@ -69,7 +81,8 @@ def scaled_weight_norm_(
     branch_ends: Collection[str] = (),
     blocks: int | None = None,
     learnable: bool = True,
-    where: Where | None = None,
+    keep: Iterable[str] = (),
+    layers: Iterable[str] | None = None,
 ) -> LayerReport:
     """Scaled weight norm on every linear and convolutional layer, initialised: γ = 1, biases 0, v as it is.
 
@@ -83,13 +96,14 @@ def scaled_weight_norm_(
 
     >>> scaled_weight_norm_(model, linear=["fc"], branch_ends=[f"blocks.{i}.conv2" for i in range(54)])
     """
-    layers, skipped = _layers(model, where, centred=False)
-    if unknown := {*linear, *branch_ends} - {*layers, *skipped}:
+    selected, skipped = _select(model, keep, layers, centred=False)
+    if unknown := {*linear, *branch_ends} - {*selected, *skipped}:
         raise ValueError(f"no linear or convolutional layer is called {sorted(unknown)}")
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is the number of residual blocks, at least 1; got {blocks}")
     branches = blocks or len(branch_ends)
-    for name, layer in layers.items():
+    kept = Keep(model, keep)
+    for name, layer in selected.items():
         fan_in, fan_out = fans(layer)
         scale = math.sqrt((1 if name in {*linear, *branch_ends} else 2) * fan_in / fan_out)
         if name in branch_ends:
@@ -99,31 +113,29 @@ def scaled_weight_norm_(
         gamma = originals(layer).original0
         gamma.fill_(1.0)
         gamma.requires_grad_(learnable and gamma.requires_grad)
-        if layer.bias is not None:
+        if layer.bias is not None and f"{name}.bias".lstrip(".") not in kept:
             layer.bias.zero_()  # type: ignore[operator]
-    return LayerReport(tuple(layers), skipped)
+    return LayerReport(tuple(selected), skipped)
 
 
-def _layers(model: nn.Module, where: Where | None, *, centred: bool) -> tuple[dict[str, nn.Module], dict[str, str]]:
+def _select(
+    model: nn.Module, keep: Iterable[str], layers: Iterable[str] | None, *, centred: bool
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """(layers by name, why others were skipped); whatever is wrong is raised here, before any change."""
-    layers: dict[str, nn.Module] = {}
+    selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     tied = tied_weights(model)
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LAYERS):
-            continue
-        if where is not None and not where(name, layer):
-            skipped[name] = "not asked for by `where`"
-        elif why := why_no_filters(layer, centred) or why_not_parametrize(layer, tied):
+    for name, layer, why in select(model, LAYERS, keep, layers):
+        if why := why or why_no_filters(layer, centred) or why_not_parametrize(layer, tied):
             skipped[name] = why
         elif not have_directions(layer, centred):
             raise ValueError(
                 f"{name or 'the model'} has a filter of length 0{' without its mean' if centred else ''}, which "
-                "has no direction: initialise its weight, or leave the layer out with `where`"
+                "has no direction: initialise its weight, or leave the layer out with `keep`"
             )
         else:
-            layers[name] = layer
-    return layers, skipped
+            selected[name] = layer
+    return selected, skipped
 
 
 def why_no_filters(layer: nn.Module, centred: bool = False) -> str | None:

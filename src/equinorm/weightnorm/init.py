@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import counted
 from ..models.inputs import call
 from ..models.parametrized import originals, parametrized_layers
 from .parametrizations import WITH_GAIN
@@ -26,6 +27,25 @@ class InitReport:
     """Layers that have no bias: their variance is 1, their mean is what it is."""
     constant: Mapping[str, int]
     """Layer -> how many of its outputs do not vary over the batch; these keep their gain."""
+
+    def __str__(self) -> str:
+        lines = [f"initialised {counted(len(self.order), 'layer')}: {', '.join(map(_shown, self.order))}"]
+        if self.without_bias:
+            lines.append(f"  no bias, so their mean is what it is: {', '.join(map(_shown, self.without_bias))}")
+        lines += [f"  {_shown(name)}: {counted(n, 'constant output')}" for name, n in self.constant.items()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        parts = [f"{counted(len(self.order), 'layer')} initialised"]
+        if self.without_bias:
+            parts.append(f"{len(self.without_bias)} without bias")
+        if self.constant:
+            parts.append(counted(sum(self.constant.values()), "constant output"))
+        return f"<InitReport: {', '.join(parts)}>"
+
+
+def _shown(name: str) -> str:
+    return name or "the model itself"
 
 
 @torch.no_grad()
@@ -66,7 +86,7 @@ def data_dependent_init_(model: nn.Module, batch: Any) -> InitReport:
         call(model, batch)
         if missing := set(layers.values()) - set(order):
             raise ValueError(
-                f"the batch never ran through {sorted(missing)}: leave them out with `where` when applying weight "
+                f"the batch never ran through {sorted(missing)}: leave them out with `keep` when applying weight "
                 "norm, or give a batch that does"
             )
     except BaseException:

@@ -77,7 +77,7 @@ def _put_scaled(model: nn.Module, roles: Roles, **options: Any) -> None:
 
 
 def _put_standardized(model: nn.Module, roles: Roles, **options: Any) -> None:
-    weight_standardization_(model, where=lambda name, _: name != roles.classifier, **options)
+    weight_standardization_(model, keep=() if roles.classifier is None else (roles.classifier,), **options)
 
 
 METHODS = (

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ... import ENorm, MeanShiftRejection
 from ...enorm.sgd import ENormSGD
-from ...msr.rejection import parameter_groups, scaled_kernels
+from ...msr import parameter_groups, scaled_kernels
 from .. import nets as models
 from .llama import Llama
 from .output import Timing

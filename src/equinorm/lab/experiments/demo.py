@@ -43,7 +43,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import equinorm
-from equinorm.msr.rejection import parameter_groups
+from equinorm.msr import parameter_groups
 
 from ...errors import UserError
 from ...files import replacing, write_text

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from ...equilibrium.layers import EquiNormConv2d
 from ...launch import kernels
 from ...models.parametrized import originals
-from ...msr.rejection import InputNoise, ScaledKernel
+from ...msr import InputNoise, ScaledKernel
 
 __all__ = ["Conv2d", "Residual", "fused_kernels", "in_turn"]
 

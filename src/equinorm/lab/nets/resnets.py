@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...msr.rejection import InputNoise
+from ...msr import InputNoise
 from .chain import Chain, named
 from .fused import Residual
 from .norms import Layers, Role

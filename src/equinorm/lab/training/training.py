@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
 from ...diagnostics import filter_norms, layer_energy
 from ...models.running_statistics import update_statistics_
-from ...msr.rejection import parameter_groups, scaled_kernels
+from ...msr import parameter_groups, scaled_kernels
 from .. import nets as models
 from ..data import DataSet, augment, draw_lambda, mixed_loss
 from ..data.folder import SIZE, ImageFolder, stream
