@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import diagnostics, nn
+    from .balance import BalanceReport, balance_
     from .conversion import ConvertReport, convert, methods, register_method
-    from .enorm.enorm import BalanceReport, ENorm, ImplicitENorm, balance_
+    from .enorm.enorm import ENorm
+    from .enorm.implicit import ImplicitENorm
     from .enorm.optimizer_state import register_state_rule
     from .enorm.pathsgd import PathSGD
     from .enorm.sgd import ENormSGD
@@ -39,11 +41,11 @@ if TYPE_CHECKING:
 
 # where each public name lives
 _HOME = {
-    "BalanceReport": "enorm.enorm",
+    "BalanceReport": "balance",
     "ConvertReport": "conversion",
     "ENorm": "enorm.enorm",
     "ENormSGD": "enorm.sgd",
-    "ImplicitENorm": "enorm.enorm",
+    "ImplicitENorm": "enorm.implicit",
     "InputNoise": "msr.rejection",
     "MeanShiftRejection": "msr.rejection",
     "PathSGD": "enorm.pathsgd",
@@ -52,7 +54,7 @@ _HOME = {
     "add_input_noise_": "msr.rejection",
     "apply_mean_shift_rejection_": "msr.rejection",
     "apply_weight_norm_": "weightnorm.parametrizations",
-    "balance_": "enorm.enorm",
+    "balance_": "balance",
     "centre_gradients_": "msr.rejection",
     "centred_weight_norm_": "weightnorm.parametrizations",
     "convert": "conversion",
