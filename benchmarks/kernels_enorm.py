@@ -30,7 +30,7 @@ from torch import nn
 
 import equinorm
 from equinorm.enorm.sgd import ENormSGD
-from equinorm.enorm.steps import plan as enorm_plan
+from equinorm.enorm.steps import structure
 from equinorm.lab import nets as models
 
 Action = Callable[[], object]
@@ -83,7 +83,7 @@ def ways(case: Case, device: str) -> dict[str, Callable[[], Action]]:
         if options:
             enorm = equinorm.ENorm(model, optimizer, symmetry=symmetry, c=1.2, gradients=False, **options)
             if early is not None:
-                enorm._fused.early = early
+                enorm.prepared.early = early
             enorm.attach()
         return optimizer.step
 
@@ -176,12 +176,12 @@ TUNED: dict[str, dict[str, int]] = {
 
 def tune(case: Case, rounds: int) -> None:
     """The same with other sizes."""
-    default, actions = enorm_plan.DEFAULT, {}
+    default, actions = structure.DEFAULT, {}
     for name, sizes in TUNED.items():
-        enorm_plan.DEFAULT = replace(default, **sizes)
+        structure.DEFAULT = replace(default, **sizes)
         made = ways(case, "cuda")
         actions |= {f"{way}; {name}": made[way]() for way in ("SGD, ENorm", "ENorm fused with SGD")}
-    enorm_plan.DEFAULT = default
+    structure.DEFAULT = default
     for name, values in cold_times(actions, rounds).items():
         print(f"  {name:45} {statistics.median(values):.4f} ms", *kernel_times(actions[name])[:3], sep="\n      ")
 

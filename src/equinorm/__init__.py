@@ -13,8 +13,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import diagnostics, enorm, equilibrium, msr, nn, normprop, norms, skipinit, weightnorm
+    from .balance import BalanceReport, balance_
     from .conversion import convert, fold
-    from .enorm.enorm import BalanceReport, ENorm, ImplicitENorm, balance_
+    from .enorm.enorm import ENorm
+    from .enorm.implicit import ImplicitENorm
     from .enorm.optimizer_state import register_state_rule
     from .enorm.pathsgd import PathSGD
     from .enorm.sgd import ENormSGD
@@ -30,18 +32,18 @@ if TYPE_CHECKING:
     from .weightnorm.init import data_dependent_init_
 
 _HOME = {
-    "BalanceReport": "enorm.enorm",
+    "BalanceReport": "balance",
     "ConvertReport": "models.reports",
     "ENorm": "enorm.enorm",
     "ENormSGD": "enorm.sgd",
-    "ImplicitENorm": "enorm.enorm",
+    "ImplicitENorm": "enorm.implicit",
     "InputNoise": "msr.noise",
     "MeanShiftRejection": "msr.rejection",
     "PathSGD": "enorm.pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
     "add_input_noise_": "msr.noise",
-    "balance_": "enorm.enorm",
+    "balance_": "balance",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
     "data_dependent_init_": "weightnorm.init",

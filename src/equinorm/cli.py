@@ -537,7 +537,7 @@ class _Work:
 
     def balance(self, options: Balance) -> tuple[Any, dict[str, Any]]:
         """Balance in place; the report, and how much the outputs changed."""
-        from .enorm.enorm import balance_
+        from .balance import balance_
         from .errors import UserError
         from .tools import verify
 

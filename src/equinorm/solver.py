@@ -54,9 +54,8 @@ class Cycle:
             pulls = []
             for touch in block.touches:
                 matrix = o.matrices[touch.layout]
-                log_row, log_column = (
-                    o.p * padded[touch.row] * touch.row_exponent, o.p * padded[touch.column] * touch.column_exponent
-                )  # fmt: skip
+                log_row = o.p * padded[touch.row] * touch.row_exponent
+                log_column = o.p * padded[touch.column] * touch.column_exponent
                 shift = log_column.amax()
                 column = (log_column - shift).exp() * kept[touch.column]
                 mass = (log_row + shift).exp() * times(matrix.mT if touch.transposed else matrix, column)
@@ -240,8 +239,8 @@ def flat_directions(o: Objective) -> list[tuple[Tensor, Tensor]]:
         one, two = label[row[b, r].cpu()], label[column[b, c].cpu()]
         ratio = -(k_column[b, c] / k_row[b, r]).cpu()
         for exponent in ratio[(one > 0) & (two > 0)].unique().tolist():
-            chosen = (ratio == exponent) & (one > 0) & (two > 0)
-            scales.merge(one[chosen], two[chosen], why=0, exponent=exponent)
+            linked = (ratio == exponent) & (one > 0) & (two > 0)
+            scales.merge(one[linked], two[linked], why=0, exponent=exponent)
     variables = loose.nonzero().view(-1)
     roots, weights = scales.find(label[variables.cpu()])
     moving = ~scales.is_frozen(roots)

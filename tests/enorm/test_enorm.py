@@ -52,11 +52,26 @@ def backward(model: nn.Module, seed: int = 0) -> Tensor:
     return loss.detach()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    start: int = 0,
+    by_hand: equinorm.ENorm | None = None,
+) -> None:
     for step in range(start, start + steps):
         optimizer.zero_grad()
         backward(model, step)
+        if by_hand is not None:
+            by_hand.before_step()
         optimizer.step()
+        if by_hand is not None:
+            by_hand.step()
+
+
+def with_a_layer_without_bias() -> nn.Sequential:
+    layers = [nn.Linear(5, 6), nn.Linear(6, 7, bias=False), nn.Linear(7, 3)]
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).double()
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
@@ -140,24 +155,97 @@ def test_many_cycles_reach_the_optimum() -> None:
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 
-def test_attach_steps_by_itself_until_removed() -> None:
-    by_hand, by_hook = chain(5, 8, 8, 3), None
-    by_hook = copy.deepcopy(by_hand)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (by_hand, by_hook)]
-    enorms = [equinorm.ENorm(m, o, batch()[0], c=1.2) for m, o in zip((by_hand, by_hook), optimizers, strict=True)]
-    handle = enorms[1].attach()
-    with pytest.raises(RuntimeError, match="attached already"):
-        enorms[1].attach()
-    for step in range(3):
-        train(by_hand, optimizers[0], 1, step)
-        enorms[0].step()
-        train(by_hook, optimizers[1], 1, step)
-    for a, b in zip(by_hand.parameters(), by_hook.parameters(), strict=True):
+def pair_of(name: str, **options: Any) -> list[tuple[nn.Module, torch.optim.Optimizer, equinorm.ENorm]]:
+    """Twice the same net with an optimizer and an ENorm."""
+    make, settings = OPTIMIZERS[name]
+    nets = [chain(5, 8, 8, 3)]
+    nets.append(copy.deepcopy(nets[0]))
+    optimizers = [make(net.parameters(), **settings) for net in nets]
+    return [(m, o, equinorm.ENorm(m, o, batch()[0], **options)) for m, o in zip(nets, optimizers, strict=True)]
+
+
+def assert_same(one: nn.Module, two: nn.Module) -> None:
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def hooks_of(optimizer: torch.optim.Optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+@pytest.mark.parametrize("name", ["momentum", "AdamW"])
+def test_attach_steps_by_itself_until_removed_and_before_that_nothing_is_installed(name: str) -> None:
+    (by_hand, optimizer, hand), (by_hook, hooked, enorm) = pair_of(name, c=1.5)
+    assert hooks_of(hooked) == 0
+    handle = enorm.attach()
+    assert hooks_of(hooked) == 2
+    with pytest.raises(RuntimeError, match="attached already"):
+        enorm.attach()
+    with pytest.raises(RuntimeError, match="by itself"):
+        enorm.before_step()
+    train(by_hand, optimizer, 3, by_hand=hand)
+    train(by_hook, hooked, 3)
+    assert_same(by_hand, by_hook)
     handle.remove()
-    train(by_hook, optimizers[1], 1)
-    assert enorms[1].calls == 3
-    enorms[1].attach()
+    assert handle.removed
+    assert hooks_of(hooked) == 0
+    train(by_hook, hooked, 1)
+    assert enorm.calls == 3
+    with enorm.attach():
+        train(by_hook, hooked, 1)
+        assert enorm.handle is not None
+    assert (enorm.calls, enorm.handle, hooks_of(hooked)) == (4, None, 0)
+
+
+def test_a_step_by_hand_puts_gradients_back() -> None:
+    _, (model, optimizer, enorm) = pair_of("momentum", c=1.5, gradients=False)
+    train(model, optimizer, 2, by_hand=enorm)
+    backward(model)
+    gradients = [q.grad.clone() for q in model.parameters()]
+    enorm.before_step()
+    assert not all(torch.equal(a, q.grad) for a, q in zip(gradients, model.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match="called twice"):
+        enorm.before_step()
+    optimizer.step()
+    enorm.step()
+    assert all(torch.equal(a, q.grad) for a, q in zip(gradients, model.parameters(), strict=True))
+
+
+def test_a_loop_that_forgets_safe_biases_is_told_once() -> None:
+    _, (model, optimizer, enorm) = pair_of("momentum", c=1.5)
+    enorm.step()
+    enorm.step()  # nobody changed the biases between
+    train(model, optimizer, 1)
+    with pytest.warns(UserWarning, match=r'attach\(\) this ENorm, .*before_step\(\).* or ask for bias="plain"'):
+        enorm.step()
+    train(model, optimizer, 1)
+    enorm.step()
+
+
+@pytest.mark.parametrize("options", [{"c": 1.0}, {"c": 1.5, "bias": "plain"}, {"c": 1.5, "bias": "skip"}])
+def test_a_loop_without_safe_biases_needs_no_more_than_step(options: dict[str, Any]) -> None:
+    model = with_a_layer_without_bias()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    enorm = equinorm.ENorm(model, optimizer, batch()[0], **options)
+    for step in range(3):
+        train(model, optimizer, 1, step)
+        enorm.step()
+
+
+def test_it_says_what_it_is() -> None:
+    _, (model, _, enorm) = pair_of("momentum", c=1.2)
+    assert repr(enorm) == "ENorm(16 scales of Sequential, p=2, c=1.2, bias='safe', backend='foreach', not attached)"
+    with enorm.attach() as handle:
+        assert repr(enorm).endswith("backend='foreach', attached to SGD)")
+        assert repr(handle) == "<ENorm attached to SGD>"
+    implicit = equinorm.ImplicitENorm(model, batch()[0], c=1.2)
+    assert repr(implicit) == "ImplicitENorm(16 scales of Sequential, decay=0.001, p=2, c=1.2)"
+    inside = equinorm.ENormSGD(model, batch()[0], lr=0.1)
+    assert repr(inside).startswith("ENormSGD (")
+    assert repr(inside).endswith(
+        "with ENorm(16 scales of Sequential, p=2, c=1, bias='safe', backend='foreach', attached to ENormSGD)"
+    )
+    assert repr(equinorm.PathSGD(model, batch()[0], lr=0.1)).endswith("for the paths of Sequential")
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
@@ -218,17 +306,20 @@ def test_a_safe_bias_is_a_weight_from_a_unit_scaled_like_the_inputs() -> None:
     enorm = equinorm.ENorm(model, optimizer, torch.randn(2, 4).double(), c=1.3, cycles=5)
     layers = linears(model)
     x, y = torch.randn(16, 4).double(), torch.randint(2, (16,))
+    handle = enorm.attach()
     for _ in range(3):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        enorm.step()
+    handle.remove()
     t = [torch.ones(4).double(), *enorm.log_t.exp().view(3, 4)]
     before = [m.bias.detach().clone() for m in layers]
     momentum = [optimizer.state[m.bias]["momentum_buffer"].clone() for m in layers]
     F.cross_entropy(model(x), y).backward()
     gradient = [m.bias.grad.clone() for m in layers]
+    enorm.before_step()
     optimizer.step()
+    enorm.biases.after_step()
     for m, b, v, g, scales in zip(layers, before, momentum, gradient, t, strict=True):
         mean = scales.log().mean().exp()
         torch.testing.assert_close(m.bias.detach(), b - 0.1 * (0.9 * v + mean**2 * g))
@@ -246,7 +337,10 @@ def test_adam_steps_of_safe_biases_are_shortened_but_not_their_decay() -> None:
     old = [m.bias.detach().clone() for m in linears(model)]
     for m, o in zip((model, twin), optimizers, strict=True):
         F.cross_entropy(m(x), y).backward()
+        if m is model:
+            enorm.before_step()
         o.step()
+    enorm.biases.after_step()
     for mine, plain, b, t in zip(linears(model), linears(twin), old, (1.0, math.exp(-1), math.exp(-2)), strict=True):
         decayed = b * (1 - 0.01 * 0.1)
         torch.testing.assert_close(mine.bias.detach(), decayed + t * (plain.bias.detach() - decayed))
@@ -302,9 +396,7 @@ def test_plain_biases_blow_up(hidden: int, lr: float) -> None:
 
 
 def test_skip_moves_no_bias() -> None:
-    model = nn.Sequential(
-        nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 7, bias=False), nn.ReLU(), nn.Linear(7, 3)
-    ).double()  # fmt: skip
+    model = with_a_layer_without_bias()
     enorm = equinorm.ENorm(model, torch.optim.SGD(model.parameters(), lr=0.1), batch()[0], bias="skip", cycles=20)
     before = copy.deepcopy(model.state_dict())
     x = batch()[0]
@@ -404,6 +496,7 @@ def test_a_deepcopy_goes_on_by_itself() -> None:
     twin_model, twin_optimizer, twin = copy.deepcopy((model, optimizer, enorm))
     assert twin.symmetry.model is twin_model
     assert twin.optimizer is twin_optimizer
+    assert (hooks_of(optimizer), hooks_of(twin_optimizer)) == (2, 2)
     train(model, optimizer, 2, start=2)
     train(twin_model, twin_optimizer, 2, start=2)
     for a, b in zip(model.parameters(), twin_model.parameters(), strict=True):
@@ -415,13 +508,14 @@ def test_copies_of_model_and_optimizer_alone_are_bound() -> None:
     model = chain(5, 8, 8, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     enorm = equinorm.ENorm(model, optimizer, batch()[0], c=1.5)
-    train(model, optimizer, 2)
+    train(model, optimizer, 2, by_hand=enorm)
     other, other_optimizer = copy.deepcopy((model, optimizer))
     bound = enorm.bind(other, other_optimizer)
-    enorm.step()
-    bound.step()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert hooks_of(other_optimizer) == 0
+    train(model, optimizer, 2, by_hand=enorm)
+    bound.attach()
+    train(other, other_optimizer, 2)
+    assert_same(model, other)
     with pytest.raises(ValueError, match="does not hold"):
         enorm.bind(copy.deepcopy(model), other_optimizer)
 
@@ -463,6 +557,11 @@ def test_misuse_is_refused_before_anything_changes() -> None:
     enorm = equinorm.ENorm(model, optimizer, x)
     with pytest.raises(ValueError, match="for 3 scales"):
         enorm.load_state_dict({"log_t": torch.zeros(3), "calls": 0})
+    with pytest.raises(ValueError, match=r"this state has no 'log_t' and no 'calls': load .*, got no keys at all"):
+        enorm.load_state_dict({})
+    with pytest.raises(ValueError, match=r"this state has no 'calls': .*, got 'log_t'"):
+        enorm.load_state_dict({"log_t": torch.ones(8)})
+    assert not enorm.log_t.any()
     optimizer.state[model[0].weight]["surprise"] = torch.zeros(8, 5)
     with pytest.raises(ValueError, match="surprise"):
         enorm.step()
@@ -564,6 +663,19 @@ def test_implicit_penalty_of_chosen_parameters_wherever_its_scales_are() -> None
     expected = implicit()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(implicit(), expected)
+
+
+@pytest.mark.parametrize("keep", ["2", ["2"], ["[2]"], ("2.weight", "2.bias")])
+def test_a_module_is_kept_with_all_that_is_in_it(keep: Any) -> None:
+    model, x = chain(5, 8, 8, 8, 3), batch()[0]
+    before, output = copy.deepcopy(model.state_dict()), model(x)
+    enorm = equinorm.ENorm(model, torch.optim.SGD(model.parameters(), lr=0.1), x, keep=keep, cycles=5)
+    enorm.step()
+    moved = {key.split(".")[0] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved == {"4", "6"}
+    assert relative_error(model(x), output) < 1e-12
+    with pytest.raises(ValueError, match="keep='classifier' matches no module and no parameter of Sequential"):
+        equinorm.trace(model, x, keep="classifier")
 
 
 def test_implicit_penalty_reaches_weights_and_scales() -> None:

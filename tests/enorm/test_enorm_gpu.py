@@ -208,9 +208,9 @@ def moved_by_one_step(
     example = torch.zeros(shape, device="cuda", dtype=next(model.parameters()).dtype)
     enorm = equinorm.ENorm(model, chosen, example, backend=backend, **options)
     assert enorm.backend == backend
-    if enorm._fused is not None and early is not None:
-        assert enorm._fused.early == (torch.cuda.get_device_capability() >= (9, 0))
-        enorm._fused.early = early
+    if backend == "triton" and early is not None:
+        assert enorm.prepared.early == (torch.cuda.get_device_capability() >= (9, 0))
+        enorm.prepared.early = early
     draw = torch.Generator("cuda").manual_seed(1)
     enorm.load_state_dict(
         {"log_t": 0.3 * torch.randn(len(enorm.log_t), generator=draw, device="cuda").double(), "calls": 0}
@@ -219,9 +219,11 @@ def moved_by_one_step(
         for q in model.parameters():
             q.grad = torch.empty_like(q).copy_(scale * torch.randn(q.shape, generator=draw, device="cuda"))
         if scale < 1:
+            enorm.before_step()
             chosen.step()
+            enorm.biases.after_step()
     enorm.step()
-    moved = {"log_t": enorm.log_t, "t": enorm._gains.t}
+    moved = {"log_t": enorm.log_t, "t": enorm.biases.gains.t}
     for name, q in model.named_parameters():
         moved |= {name: q.detach(), f"{name}.grad": q.grad}
         moved |= {f"{name}.{k}": v for k, v in chosen.state[q].items() if isinstance(v, Tensor) and v.ndim}
@@ -273,9 +275,9 @@ def test_a_step_allocates_nothing_and_does_not_wait() -> None:
     model = net().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     enorm = equinorm.ENorm(model, optimizer, torch.zeros(2, 12, device="cuda"), c=1.2)
-    for x, y in batches(2):
-        step(model, optimizer, x, y)
-        enorm.step()
+    with enorm.attach():
+        for x, y in batches(2):
+            step(model, optimizer, x, y)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with never_waiting():
         for _ in range(3):
@@ -332,6 +334,7 @@ def both_ways(
         for q, twin in zip(*(m.parameters() for m in models), strict=True):
             gradient = torch.randn(q.shape, generator=draw, device="cuda").to(twin.dtype).mul_(0.1)
             q.grad, twin.grad = (torch.empty_like(x).copy_(gradient) for x in (q, twin))
+        enorm.before_step()
         torchs.step()
         enorm.step()
         ours.step()

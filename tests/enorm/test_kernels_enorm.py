@@ -14,8 +14,17 @@ from test_enorm_gpu import Groups, Residual, chain, perturbed
 from torch import Tensor, nn
 
 import equinorm
-from equinorm.enorm.steps import plan as enorm_plan
-from equinorm.enorm.steps.plan import InexpressibleError, Slab, Tiles, slabs_of
+from equinorm.enorm.steps import structure
+from equinorm.enorm.steps.protocol import Problem
+from equinorm.enorm.steps.structure import (
+    InexpressibleError,
+    MatrixView,
+    ParameterLayouts,
+    Tiles,
+    matrix_views,
+    net_structure,
+)
+from equinorm.enorm.steps.tables import step_tables
 from equinorm.lab import nets as models
 from equinorm.symmetry import ScaledParameter, Term
 from support.architectures import Architecture, example_input, homogeneous_plans
@@ -75,9 +84,11 @@ def one_step(
             for q in model.parameters():
                 q.grad = torch.empty_like(q).copy_(scale * torch.randn(q.shape, generator=draw))
             if scale < 1:
+                enorm.before_step()
                 chosen.step()
+                enorm.biases.after_step()
         enorm.step()
-    moved = {"log_t": enorm.log_t, "t": enorm._gains.t}
+    moved = {"log_t": enorm.log_t, "t": enorm.biases.gains.t}
     for name, q in model.named_parameters():
         assert q.grad is not None
         moved |= {name: q.detach(), f"{name}.grad": q.grad}
@@ -131,7 +142,7 @@ def test_random_architectures(
         model = model.to(memory_format=torch.channels_last)
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(enorm_plan, "DEFAULT", SMALL)
+            patch.setattr(structure, "DEFAULT", SMALL)
         assert_same_step(model, example_input().double(), p=p, c=c, cycles=cycles, optimizer=optimizer)
 
 
@@ -145,7 +156,7 @@ def test_random_architectures(
 def test_chains_of_any_width(widths: list[int], p: float, dtype: torch.dtype, small: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(enorm_plan, "DEFAULT", SMALL)
+            patch.setattr(structure, "DEFAULT", SMALL)
         model = perturbed(chain(*widths), dtype)
         assert_same_step(model, torch.zeros(2, widths[0], dtype=dtype), p=p, c=1.2)
 
@@ -273,8 +284,8 @@ def test_a_step_on_the_same_tensors_does_not_look_at_them_closely(monkeypatch: p
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     enorm = equinorm.ENorm(model, optimizer, torch.zeros(1, 4), backend="triton", gradients=False)
     closely: list[int] = []
-    slow = enorm._step_fused
-    monkeypatch.setattr(enorm, "_step_fused", lambda *a: (closely.append(enorm.calls), slow(*a)))
+    slow = enorm.prepared.step
+    monkeypatch.setattr(enorm.prepared, "step", lambda state: closely.append(enorm.calls) or slow(state))
     for i in range(7):
         for q in model.parameters():
             q.grad = torch.zeros_like(q)
@@ -301,7 +312,7 @@ def test_backends_are_chosen_and_said(kernels: Any, monkeypatch: pytest.MonkeyPa
         equinorm.ENorm(model, optimizer, x, backend="triton")
     with pytest.raises(ValueError, match="backend must be one of"):
         equinorm.ENorm(model, optimizer, x, backend="cuda")
-    monkeypatch.setattr("equinorm.enorm.enorm.find_spec", lambda name: None)
+    monkeypatch.setattr("equinorm.enorm.steps.backends.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="triton is not installed"):
         equinorm.ENorm(model, optimizer, x, backend="triton")
 
@@ -346,51 +357,51 @@ def scaled_parameters(draw: st.DrawFn) -> tuple[ScaledParameter, Tensor, int]:
     return ScaledParameter("w", torch.Size(shape), out, into, True, 0), tensor, n
 
 
-def rebuilt(slabs: list[Slab], numel: int, s: Tensor) -> Tensor:
-    """The log-factor of every element of memory, from the slabs; NaN where there is none."""
+def rebuilt(views: list[MatrixView], numel: int, s: Tensor) -> Tensor:
+    """The log-factor of every element of memory, from the views; NaN where there is none."""
     memory = torch.full((numel,), torch.nan, dtype=torch.float64)
-    for slab in slabs:
+    for view in views:
         rows, columns = (
             (s[i] * k).sum(1)
-            for i, k in ((slab.row_index, slab.row_exponent), (slab.column_index, slab.column_exponent))
+            for i, k in ((view.row_index, view.row_exponent), (view.column_index, view.column_exponent))
         )
-        memory[slab.offset : slab.offset + slab.rows * slab.columns] = (rows[:, None] + columns).reshape(-1)
+        memory[view.offset : view.offset + view.rows * view.columns] = (rows[:, None] + columns).reshape(-1)
     return memory
 
 
 @settings(max_examples=150)
-@given(scaled_parameters(), st.sampled_from([SMALL, enorm_plan.DEFAULT]))
-def test_slabs_cover_memory_and_know_its_factors(given_one: tuple[ScaledParameter, Tensor, int], tiles: Tiles) -> None:
+@given(scaled_parameters(), st.sampled_from([SMALL, structure.DEFAULT]))
+def test_matrix_views_cover_memory_and_know_its_factors(
+    given_one: tuple[ScaledParameter, Tensor, int], tiles: Tiles
+) -> None:
     w, tensor, n = given_one
     s = torch.cat([torch.randn(n), torch.zeros(1)]).double()
     try:
-        slabs = list(slabs_of(w, 0, tensor, n, tiles))
+        views = list(matrix_views(w, 0, tensor, n, tiles))
     except InexpressibleError:
         assert tensor.numel() > tiles.flat
         return
     order = sorted(range(tensor.ndim), key=lambda a: -tensor.stride(a))
     expected = w.factor(s).log().expand(w.shape).permute(order).reshape(-1)
-    torch.testing.assert_close(rebuilt(slabs, tensor.numel(), s), expected)
+    torch.testing.assert_close(rebuilt(views, tensor.numel(), s), expected)
 
 
 def test_a_kernel_of_one_element_lies_the_same_way_in_either_format() -> None:
     parameter = torch.randn(6, 4, 1, 1)
     other = torch.randn(6, 1, 1, 4).permute(0, 3, 1, 2)
     assert parameter.stride() != other.stride()
-    assert enorm_plan.Followers([parameter]).fitting([other]) == [other]
-    assert enorm_plan.Followers([parameter]).fitting([parameter.transpose(0, 1).contiguous().transpose(0, 1)]) == [None]
+    assert ParameterLayouts([parameter]).fitting([other]) == [other]
+    assert ParameterLayouts([parameter]).fitting([parameter.transpose(0, 1).contiguous().transpose(0, 1)]) == [None]
 
 
 def test_sums_that_several_lines_are_weighed_from_are_kept_as_they_are_read() -> None:
     """conv2's columns are read when conv1's scales are found: its matrix is stored by columns."""
     model, image = Residual(), IMAGE
     symmetry = equinorm.trace(model, image)
-    terms = [w for w in symmetry.moving if w.name in ("a.weight", "b.weight")]
-    tensors = [symmetry.tensor(w.name).detach() for w in terms]
-    net = enorm_plan.anatomy(terms, tensors, symmetry.num_scales, symmetry.birth, lambda w: True, 2.0, 1.0)
-    plan = enorm_plan.make_plan(net)
-    assert plan.matrices == 5 * 6  # a: 3 × 3; b is not repeated
-    assert plan.nested
+    terms = {w.name: w for w in symmetry.moving if w.name in ("a.weight", "b.weight")}
+    tables = step_tables(net_structure(Problem(symmetry, terms, lambda w: True)))
+    assert tables.matrices == 5 * 6  # a: 3 × 3; b is not repeated
+    assert tables.nested
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -399,23 +410,22 @@ def test_every_block_of_a_wide_bottleneck_net_has_a_possible_number_of_warps(lay
     model = models.build("resnet50", classes=1000, in_shape=(3, 224, 224), norm="none")
     model = model.to(memory_format=layout)  # type: ignore[call-overload]
     symmetry = equinorm.trace(model, torch.rand(1, 3, 32, 32))
-    tensors = [symmetry.tensor(w.name).detach() for w in symmetry.moving]
-    net = enorm_plan.anatomy(symmetry.moving, tensors, symmetry.num_scales, symmetry.birth, lambda w: True, 2.0, 1.0)
-    plan = enorm_plan.make_plan(net)
-    assert {block.warps for block in (*plan.first, *plan.later)} <= {1, 2, 4, 8, 16}
+    terms = {w.name: w for w in symmetry.moving}
+    tables = step_tables(net_structure(Problem(symmetry, terms, lambda w: True)))
+    assert {block.warps for block in (*tables.first, *tables.later)} <= {1, 2, 4, 8, 16}
 
 
-def test_a_convolution_is_one_slab_in_either_layout() -> None:
+def test_a_convolution_is_one_view_in_either_layout() -> None:
     """The columns of an input channel are taken together: nine neighbours, or nine that are a row of channels apart."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 70, 3), nn.ReLU(), nn.Conv2d(70, 2, 1))
     w = {w.name: w for w in equinorm.trace(model, torch.zeros(1, 3, 8, 8)).moving}["2.weight"]
     for layout, repeats in ((torch.contiguous_format, (1, 8, 9)), (torch.channels_last, (9, 8, 1))):
         tensor = model[2].weight.detach().to(memory_format=layout)
-        (slab,) = slabs_of(w, 0, tensor, 78, enorm_plan.DEFAULT)
-        assert (slab.rows, slab.columns) == (70, 72)
+        (view,) = matrix_views(w, 0, tensor, 78, structure.DEFAULT)
+        assert (view.rows, view.columns) == (70, 72)
         rank = torch.tensor([0] * 8 + [1] * 70 + [2])
-        rows, columns = enorm_plan.lines_of(slab, 0, 1.0, rank, 2)
-        assert slab.repeats == repeats
+        rows, columns = structure.lines_of(view, 0, 1.0, rank, 2)
+        assert view.repeats == repeats
         assert (len(rows.variable), len(columns.variable)) == (70, 8)
         assert rows.weighted.all()
         assert not columns.weighted.any()

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import equinorm
 from equinorm import launch as dispatch
 from equinorm.enorm.sgd import ENormSGD
-from equinorm.enorm.steps import plan as enorm_plan
-from equinorm.enorm.steps.plan import stretch
+from equinorm.enorm.steps import structure
+from equinorm.enorm.steps.tables import stretch
 from support.architectures import Architecture, example_input, homogeneous_plans
 from support.grids import diagonal
 from support.triton_interpreter import interpreted
@@ -84,6 +84,7 @@ class Twins:
             there = torch.rand((), generator=self.draw) >= without
             gradient = 0.3 * torch.randn(q.shape, generator=self.draw).to(twin.dtype)
             q.grad, twin.grad = (torch.empty_like(p).copy_(gradient) if there else None for p in (q, twin))
+        self.enorm.before_step()
         self.optimizers[0].step()
         self.enorm.step()
         self.ours.step()
@@ -154,7 +155,7 @@ def test_random_architectures(
         model = model.to(memory_format=torch.channels_last)
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(enorm_plan, "DEFAULT", SMALL)
+            patch.setattr(structure, "DEFAULT", SMALL)
         twins = Twins(model, example_input().double(), sgd | averages, groups, p=p, cycles=cycles, c=1.2)
         for _ in range(2 if "dampening" not in averages else 3):
             twins.step(without)

@@ -108,8 +108,10 @@ def _layout(w: ScaledParameter, n: int, weight: float) -> Layout:
     rows, columns = _grouped(rows, columns)
     rest = [a for a in axes if a not in (*shared, *row_axes, *column_axes)]
     (r_outer, r, r_inner), (c_outer, c, c_inner) = rows.repeats(), columns.repeats()
-    rows, columns = (Side(x.index[:, ::k][:, :n], x.exponent[:, ::k][:, :n]) for x, k, n in (
-        (rows, r_inner, r), (columns, c_inner, c)))  # fmt: skip
+    rows, columns = (
+        Side(x.index[:, ::k][:, :length], x.exponent[:, ::k][:, :length])
+        for x, k, length in ((rows, r_inner, r), (columns, c_inner, c))
+    )
     return Layout(
         w.name,
         order=(*shared, *row_axes, *column_axes, *rest),

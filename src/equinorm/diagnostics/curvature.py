@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..enorm.enorm import balance_
+from ..balance import balance_
 from ..symmetry import Symmetry
 from .probe import Batch, Loss, Probe, Result, dot, norm
 

@@ -152,10 +152,10 @@ def _check_state(name: str, rule: StateRule, state: Mapping[str, Any], param: Te
         if value is None or rule.powers.get(key, 0.0) == 0.0:
             continue
         if not isinstance(value, Tensor) or value.shape != param.shape:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"state {key!r} of {name} must have the parameter's shape {tuple(param.shape)} to follow a "
-                f"power of the factor, but is {found}. Give equinorm.register_state_rule a function for it"
+                f"power of the factor, but is {actual}. Give equinorm.register_state_rule a function for it"
             )
     for keys in rule.together:
         held = [key for key in keys if state.get(key) is not None]
@@ -176,12 +176,12 @@ def powered_state(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[str, t
     >>> powered_state(sgd, [w])    # {"momentum_buffer": (-1.0, [tensor])}
     """
     states = [optimizer.state.get(param, {}) for param in params]
-    found: dict[str, tuple[float, list[Tensor | None]]] = {}
+    powered: dict[str, tuple[float, list[Tensor | None]]] = {}
     for key, power in state_rule(optimizer).powers.items():
         held = [state.get(key) for state in states]
         if power != 0.0 and any(value is not None for value in held):
-            found[key] = (power, held)
-    return found
+            powered[key] = (power, held)
+    return powered
 
 
 def needs_functions(optimizer: Optimizer, param: Tensor) -> bool:

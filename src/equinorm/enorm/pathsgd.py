@@ -11,8 +11,7 @@ by f like the weight itself: Path-SGD trains every rescaling of a network in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..models.inputs import as_arguments
+from ..models.modes import evaluating
 from .optimizer_state import register_state_rule
 
 __all__ = ["PathSGD", "path_kappa"]
@@ -68,11 +69,11 @@ def path_kappa(model: nn.Module, example_inputs: Any) -> dict[str, Tensor]:
     inputs, κ negative or not finite.
     """
     _refuse_without_paths(model)
-    args, kwargs = _ones(example_inputs)
+    args, kwargs = as_arguments(_ones(example_inputs))
     squared = {
         name: p.detach().to(_at_least_single(p)).square().requires_grad_() for name, p in model.named_parameters()
     }
-    with torch.enable_grad(), _evaluating(model):
+    with torch.enable_grad(), evaluating(model):
         outputs = functional_call(model, squared, args, kwargs)
         sums = [leaf.sum() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         path_norm = torch.stack(sums).sum()
@@ -103,8 +104,8 @@ def _at_least_single(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _ones(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of ones, a single example: a batch of B would give B times κ."""
+def _ones(example_inputs: Any) -> Any:
+    """Inputs of ones, a single example: a batch of B would give B times κ."""
 
     def ones(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -113,23 +114,7 @@ def _ones(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             raise ValueError(f"Path-SGD sums paths from real inputs, but an example input is {value.dtype}")
         return torch.ones_like(value[:1], dtype=_at_least_single(value), requires_grad=False)
 
-    inputs = tree_map(ones, example_inputs)
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, each module's own mode restored afterwards: some may have been in it all along."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return tree_map(ones, example_inputs)
 
 
 class PathSGD(Optimizer):
@@ -162,6 +147,9 @@ class PathSGD(Optimizer):
         super().__init__(trainable, {"lr": lr, "weight_decay": weight_decay})
         self._model = model
         self._inputs = tree_map(lambda x: x[:1].detach() if isinstance(x, Tensor) else x, example_inputs)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nfor the paths of {type(self._model).__name__}"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..launch import is_capturing
+from ..models.handle import Handle
 from .enorm import ENorm
 
 if TYPE_CHECKING:
-    from .steps.triton import Descent, FusedCycle
+    from .steps.triton import Descent, TritonStep
 
 __all__ = ["ENormSGD"]
 
@@ -60,12 +61,16 @@ class ENormSGD(torch.optim.SGD):
         gradients: bool = False,
         **balancing: Any,
     ) -> None:
-        chosen = [q for q in model.parameters() if q.requires_grad] if params is None else params
-        super().__init__(chosen, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+        trained = [q for q in model.parameters() if q.requires_grad] if params is None else params
+        super().__init__(trained, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
         self._begin(_Inside(model, self, example_inputs, gradients=gradients, **balancing))
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nwith {self.enorm!r}"
 
     def _begin(self, enorm: ENorm) -> None:
         self.enorm = enorm
+        enorm.biases.attended = True
         self.why_not = "no step was made yet"
         self._seen: list[Any] = []
         self._descent: Descent | None = None
@@ -79,30 +84,28 @@ class ENormSGD(torch.optim.SGD):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        fused = self._aim()
-        if fused is None:
+        both = self._both_at_once()
+        if both is None:
             self._step_apart()
         else:
-            cycle, descent = fused
-            with cycle.descending(descent):
+            step, descent = both
+            with step.descending(descent):
                 self.enorm.step()
             # of those that ENorm does not know
-            changed = [q for q in descent.parameters[cycle.count :] if q.grad is not None]
+            changed = [q for q in descent.parameters[step.memory.count :] if q.grad is not None]
             torch.autograd.graph.increment_version(changed)
         return loss
 
     def _step_apart(self) -> None:
         """Torch's step, then ENorm's."""
-        before: dict[str, Tensor] = {}
-        self.enorm._scale_bias_gradients(before)
+        self.enorm.biases.before_step()
         _descend_by_torch(self)
-        self.enorm._restore_bias_gradients(before)
         self.enorm.step()
 
     # -- both at once --------------------------------------------------------------------------------------------------
 
-    def _aim(self) -> tuple[FusedCycle, Descent] | None:
-        """The pass that makes both steps, pointed at the present tensors; None, and `why_not`, if there is none."""
+    def _both_at_once(self) -> tuple[TritonStep, Descent] | None:
+        """The pass that makes both steps, on the present tensors; None, and `why_not`, if there is none."""
         enorm = self.enorm
         if enorm.backend != "triton":
             self.why_not = f"ENorm's backend is {enorm.backend!r}"
@@ -110,61 +113,63 @@ class ENormSGD(torch.optim.SGD):
         if (enorm.calls + 1) % enorm.every:
             self.why_not = "ENorm does not act in this step"
             return None
-        cycle: Any = enorm._fused
+        step: Any = enorm.prepared
         group_of = {q: number for number, group in enumerate(self.param_groups) for q in group["params"]}
-        parameters = list(dict.fromkeys([*enorm._tensors().values(), *group_of]))  # those of ENorm first
-        groups = [group_of.get(q, 0) for q in parameters]
-        gradients = [q.grad if q in group_of else None for q in parameters]
-        if not is_capturing(cycle.device):
-            self._make_momenta(parameters, gradients, groups)
-        momenta = [
+        parameters = list(dict.fromkeys([*enorm.weights().values(), *group_of]))  # those of ENorm first
+        tensors = _Tensors(
+            parameters=parameters,
+            gradients=[q.grad if q in group_of else None for q in parameters],
+            groups=[group_of.get(q, 0) for q in parameters],
+        )
+        if not is_capturing(step.device):
+            self._make_momenta(tensors)
+        tensors.momenta = [
             None if g is None or not self.param_groups[number]["momentum"] else self.state[q].get("momentum_buffer")
-            for q, g, number in zip(parameters, gradients, groups, strict=True)
+            for q, g, number in zip(parameters, tensors.gradients, tensors.groups, strict=True)
         ]
-        seen = [cycle, *groups, *map(id, parameters)]
-        seen += [_form(t) for tensors in (parameters, gradients, momenta) for t in tensors]
+        seen = [step, *tensors.groups, *map(id, parameters)]
+        seen += [_form(t) for some in (parameters, tensors.gradients, tensors.momenta) for t in some]
         if seen != self._seen:
             self._seen = []
-            self.why_not = self._obstacle(cycle, parameters, gradients, momenta, groups)
+            self.why_not = self._obstacle(step, tensors)
             if self.why_not:
                 return None
             self._seen = seen
         self.why_not = ""
         descent = self._descent
         assert descent is not None
-        used = self.param_groups[: max(groups) + 1]  # whatever comes after these holds no parameter
-        descent.aim(gradients, momenta, [_numbers(group, cycle.device) for group in used])
-        return cycle, descent
+        used = self.param_groups[: max(tensors.groups) + 1]  # whatever comes after these holds no parameter
+        descent.bind(tensors.gradients, tensors.momenta, [_numbers(group, step.device) for group in used])
+        return step, descent
 
-    def _make_momenta(self, parameters: list[Tensor], gradients: list[Tensor | None], groups: list[int]) -> None:
+    def _make_momenta(self, tensors: _Tensors) -> None:
         """Averages of gradients that begin in this step. Torch begins with the gradient: from 0 that is the same."""
-        for q, g, number in zip(parameters, gradients, groups, strict=True):
+        for q, g, number in zip(tensors.parameters, tensors.gradients, tensors.groups, strict=True):
             group = self.param_groups[number]
             if g is None or g.layout != torch.strided or not group["momentum"] or group["dampening"]:
                 continue
             if self.state[q].get("momentum_buffer") is None:
                 self.state[q]["momentum_buffer"] = torch.zeros_like(q)
 
-    def _obstacle(
-        self,
-        cycle: FusedCycle,
-        parameters: list[Tensor],
-        gradients: list[Tensor | None],
-        momenta: list[Tensor | None],
-        groups: list[int],
-    ) -> str:
+    def _obstacle(self, step: TritonStep, tensors: _Tensors) -> str:
         """Why these tensors cannot be stepped on at once; empty if they can, and then `_descent` is made for them."""
-        from .steps.plan import InexpressibleError
+        from .steps.structure import InexpressibleError
         from .steps.triton import Descent
 
-        if not cycle.fits(parameters[: cycle.count]):
+        parameters, gradients, momenta, groups = (
+            tensors.parameters,
+            tensors.gradients,
+            tensors.momenta,
+            tensors.groups,
+        )
+        if not step.fits(parameters[: step.memory.count]):
             return "the model was moved, or laid out anew in memory"
         descent = self._descent
-        if descent is None or not descent.is_for(cycle, parameters, groups):
-            if is_capturing(cycle.device):
+        if descent is None or not descent.is_for(step, parameters, groups):
+            if is_capturing(step.device):
                 return "the step is captured, and none before it was made in the same way"
             try:
-                descent = Descent(cycle, parameters, groups)
+                descent = Descent(step, parameters, groups)
             except InexpressibleError as inexpressible:
                 return str(inexpressible)
         for q, g, m, number in zip(parameters, gradients, momenta, groups, strict=True):
@@ -172,8 +177,8 @@ class ENormSGD(torch.optim.SGD):
                 return "averages of gradients begin with this step"
             if any(t is not None and t.dtype != q.dtype for t in (g, m)):
                 return "a gradient or its average has another dtype than its parameter"
-        for tensors in (gradients, momenta):
-            if any((a is None) != (b is None) for a, b in zip(tensors, descent.fitting(tensors), strict=True)):
+        for some in (gradients, momenta):
+            if any((a is None) != (b is None) for a, b in zip(some, descent.fitting(some), strict=True)):
                 return "a gradient or its average does not lie in memory like its parameter"
         self._descent = descent
         return ""
@@ -202,13 +207,20 @@ class ENormSGD(torch.optim.SGD):
         return twin
 
 
+@dataclass
+class _Tensors:
+    """All parameters of the optimizer and of ENorm, and what belongs to each of them."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor | None]
+    groups: list[int]  # the number of its parameter group
+    momenta: list[Tensor | None] = field(default_factory=list)
+
+
 class _Inside(ENorm):
     """ENorm as a part of its optimizer, which sees to safe biases and to calling it."""
 
-    def _hook_biases(self) -> None:
-        pass
-
-    def attach(self) -> RemovableHandle:
+    def attach(self) -> Handle:
         raise RuntimeError("ENormSGD takes ENorm's step within its own: there is nothing to attach")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ENorm:
@@ -226,7 +238,7 @@ def _form(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _numbers(group: Mapping[str, Any], device: torch.device) -> tuple[float | Tensor, ...]:
-    """What SGD's step is made with, as `Descent.aim` takes it."""
+    """What SGD's step is made with, as `Descent.bind` takes it."""
     numbers = (
         group["lr"],
         group["weight_decay"],

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+
+from ..models.patterns import Keep
 
 _TORCH = Path(torch.__file__).parent
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -61,8 +62,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def capture(model: nn.Module, example_inputs: Any, keep: Sequence[str] = ()) -> Captured:
-    """Export `model` on `example_inputs`; parameters whose name matches a pattern in `keep` count as constants."""
+def capture(model: nn.Module, example_inputs: Any, keep: Iterable[str] = ()) -> Captured:
+    """Export `model` on `example_inputs`; parameters that `keep` names, or their modules, count as constants."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     model = unwrap(model)
@@ -105,15 +106,13 @@ def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any,
     return args, kwargs
 
 
-def describe_parameters(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, Parameter]:
+def describe_parameters(model: nn.Module, keep: Iterable[str] = ()) -> dict[str, Parameter]:
     """Every name of every parameter; names of one tensor share a description, unusable tensors say why."""
     named: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     for name, tensor in named:
         if isinstance(tensor, nn.parameter.UninitializedParameter):
             raise TraceError(f"parameter {name!r} is not initialized yet: run the model once on real data first")
-    for pattern in keep:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
-            raise ValueError(f"keep={pattern!r} matches no parameter of {type(model).__name__}")
+    kept = Keep(model, keep)
     groups: dict[Any, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
         groups.setdefault(_place(tensor), []).append((name, tensor))
@@ -125,7 +124,7 @@ def describe_parameters(model: nn.Module, keep: Sequence[str] = ()) -> dict[str,
         because = _unusable(tensor)
         if because is None and first in overlapping:
             because = f"shares storage with {overlapping[first]}"
-        if because is None and any(fnmatchcase(name, pattern) for name in names for pattern in keep):
+        if because is None and any(name in kept for name in names):
             because = "kept as asked"
         parameter = Parameter(first, tensor.shape, tuple(names[1:]), because)
         described.update(dict.fromkeys(names, parameter))

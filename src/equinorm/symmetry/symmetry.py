@@ -161,13 +161,13 @@ def trace(model: nn.Module, example_inputs: Any, *, keep: Iterable[str] = (), ba
     Args:
         model: any module `torch.export` can capture. It is not changed, nor are its mode, buffers or random state.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Only shapes matter.
-        keep: names or patterns (`"head.*"`) of parameters that must not move.
+        keep: names or patterns (`"*.bias"`) of parameters that must not move, or of modules with all that is in them.
         batchnorm: "preserve" keeps the function; "ignore" treats BatchNorm as absent (stock2019's ENorm + BN), so that
             the rescalings found change the function of a net with BatchNorm.
     """
     if batchnorm not in ("preserve", "ignore"):
         raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
-    captured = capture(model, example_inputs, tuple(keep))
+    captured = capture(model, example_inputs, keep)
     interpreter = Interpreter(captured, batchnorm)
     with torch.no_grad():
         interpreter.run()

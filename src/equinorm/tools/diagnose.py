@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from .. import diagnostics
+from ..balance import BalanceReport, balance_
 from ..diagnostics import style
-from ..enorm.enorm import BalanceReport, balance_
 from ..errors import UserError
 from ..files import write_text
 from ..symmetry import Symmetry, TraceError, trace

@@ -1,9 +1,9 @@
-"""The ENorm step in few torch operations, for a CPU; the plain twin is `equinorm.solver.Cycle` and `ENorm`'s own lines.
+"""The ENorm step in few torch operations, for a CPU; its plain twin is `steps/plain.py`.
 
-As the Triton kernels do, it works on slabs (`enorm_plan`): two-dimensional views of memory with one factor per row and
-one per column. Columns with the same scales (a convolution's kernel) are taken together as the memory lies; a plain sum
-is taken where no scale of the other side has moved yet, a matrix-vector product where one has; and the factors of all
-parameters are found at once, and used a piece at a time while they are in the cache.
+As the Triton kernels do, it works on matrix views (`structure.py`): stretches of memory as rows and columns, with one
+factor for each. Columns with the same scales (a convolution's kernel) are taken together as the memory lies; a plain
+sum is taken where no scale of the other side has moved yet, a matrix-vector product where one has; and the factors of
+all parameters are computed at once, and used a piece at a time while they are in the cache.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...criteria.norm import Side, Sum, powers_of
-from .plan import COLUMN, ROW, Anatomy, Followers, Slab, Slot, may_cancel
+from ..biases import Gains
+from .fused import FusedStep
+from .protocol import Problem
+from .structure import COLUMN, ROW, MatrixView, NetStructure, TensorSet, may_cancel, net_structure
 
-if TYPE_CHECKING:
-    from ..enorm import Gains
-
+__all__ = ["ForeachStep"]
 
 PIECE = 2**17
 """Elements of factors that are made at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
-    """A slab with columns of the same scales taken together: its memory is rows × outer × columns × inner."""
+class GroupedView:
+    """A matrix view with columns of the same scales taken together: its memory is rows × outer × columns × inner."""
 
     parameter: int
     offset: int
@@ -71,7 +71,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, eq=False)
-class Touch:
+class MatrixSide:
     """One side of one matrix, on which variables of a block lie."""
 
     matrix: int
@@ -82,79 +82,72 @@ class Touch:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class BlockUpdate:
     """Variables updated together."""
 
     variables: slice | Tensor
-    touches: tuple[Touch, ...]
-    taken: Tensor | None  # of the masses on all touched rows and columns, those that belong to the block; None: all
+    sides: tuple[MatrixSide, ...]
+    taken: Tensor | None  # of the masses on all rows and columns of these, those that belong to the block; None: all
     pull: Tensor  # what each of them does
     total: Sum | None  # adds them up: first what pulls up, then what pulls down; None: they are in this order already
     rate: Tensor  # step / (p · reach)
-    last: tuple[int, ...] = ()  # matrices that no later block touches
+    last: tuple[int, ...] = ()  # matrices that no later block reads
 
 
-class ForeachCycle(Followers):
-    """ENorm cycles and the move to new coordinates; used like `kernels.enorm.FusedCycle`."""
+class ForeachStep(FusedStep):
+    """ENorm cycles and the move to new coordinates, by products of matrices and vectors."""
 
-    def __init__(
-        self,
-        net: Anatomy,
-        tensors: Sequence[Tensor],
-        p: float,
-        dtype: torch.dtype,
-        log_t: Tensor,
-        gains: Gains,
-        cycles: int = 1,
-    ) -> None:
-        super().__init__(tensors)
-        self.p, self.dtype = float(p), dtype
-        self._log_t, self._gains = log_t, gains
-        together = [_taken_together(slab) for slab in net.slabs]
-        slabs = [slab for slab, _ in together]
+    name = "foreach"
+
+    def __init__(self, problem: Problem, log_t: Tensor, gains: Gains) -> None:
+        super().__init__(problem, log_t, gains)
+        self.p, self.dtype = float(problem.p), problem.dtype
+        net, dtype = net_structure(problem), problem.dtype
+        together = [_taken_together(view) for view in net.views]
+        views = [view for view, _ in together]
         self._matrices = [
-            _matrix(slab, shape, entry, net.n, bool(weight), self.device)
-            for (slab, shape), entry, weight in zip(together, _first_entries(slabs), net.weight, strict=True)
+            _grouped(view, shape, entry, net.n, bool(weight), self.device)
+            for (view, shape), entry, weight in zip(together, _first_entries(views), net.weight, strict=True)
         ]
-        index = torch.cat([x for slab in slabs for x in (slab.row_index, slab.column_index)]).T
-        exponent = torch.cat([x for slab in slabs for x in (slab.row_exponent, slab.column_exponent)]).T
+        index = torch.cat([x for view in views for x in (view.row_index, view.column_index)]).T
+        exponent = torch.cat([x for view in views for x in (view.row_exponent, view.column_exponent)]).T
         self._index = index.contiguous().to(self.device)
         self._exponent = exponent.contiguous().to(self.device, dtype)
         self._two = bool((index[1] < net.n).any())
-        gain = torch.cat([x for slab in slabs for x in _gain_entries(slab)])
+        gain = torch.cat([x for view in views for x in _gain_entries(view)])
         self._gained = (gain >= 0).nonzero().view(-1).to(self.device)
-        self._gain = gain[gain >= 0].to(self.device)
+        self._gain_of = gain[gain >= 0].to(self.device)
         self.s = torch.zeros(net.n + 1, dtype=dtype, device=self.device)
         self._weights: list[Tensor] = []
-        self._views: list[tuple[Matrix, int, list[Tensor]]] = []
-        blocks = [list(self._blocks(net, slabs, first)) for first in ((True, False) if cycles > 1 else (True,))]
+        self._parts: list[tuple[GroupedView, int, list[Tensor]]] = []
+        kinds = (True, False) if problem.cycles > 1 else (True,)
+        blocks = [list(self._blocks(net, views, first)) for first in kinds]
         self._first, self._later = _with_last(blocks[0]), _with_last(blocks[-1])
 
     # -- which tensors -------------------------------------------------------------------------------------------------
 
-    def bind(self, slots: Sequence[Slot]) -> None:
-        """Look at these tensors as matrices; slot 0 holds the parameters."""
-        kinds = [(slot.power, slot.gained) for slot in slots]
+    def bind(self, sets: Sequence[TensorSet]) -> None:
+        """Look at these tensors as matrices."""
+        kinds = [(x.power, x.gained) for x in sets]
         self._channels = list(dict.fromkeys([(power, False) for power, _ in kinds] + kinds))
-        self._weights = [q for q in slots[0].tensors if q is not None]
-        self._views = []
+        self._weights = [q for q in sets[0].tensors if q is not None]
+        self._parts = []
         for matrix in self._matrices:
-            views: dict[int, list[Tensor]] = {}
-            for slot in slots:
-                tensor, gained = slot.tensors[matrix.parameter], slot.gained and matrix.gained
+            parts: dict[int, list[Tensor]] = {}
+            for x in sets:
+                tensor, gained = x.tensors[matrix.parameter], x.gained and matrix.gained
                 if tensor is not None and (matrix.scaled or gained):
-                    views.setdefault(self._channels.index((slot.power, gained)), []).append(matrix.of(tensor))
-            self._views += [(matrix, channel, chosen) for channel, chosen in views.items()]
+                    parts.setdefault(self._channels.index((x.power, gained)), []).append(matrix.of(tensor))
+            self._parts += [(matrix, channel, tensors) for channel, tensors in parts.items()]
 
     # -- the cycle -----------------------------------------------------------------------------------------------------
 
     def sweep(self, cycles: int = 1) -> Tensor:
-        """The log-scales of this step: `cycles` ENorm cycles from 0. (The last place means "no variable".)"""
         s = self.s.zero_()
         powers: dict[int, Tensor] = {}
         for cycle in range(cycles):
             for block in self._later if cycle else self._first:
-                masses = [self._mass(touch, powers) for touch in block.touches]
+                masses = [self._mass(side, powers) for side in block.sides]
                 mass = torch.cat(masses) if len(masses) > 1 else masses[0]
                 pull = (mass if block.taken is None else mass[block.taken]) * block.pull
                 up, down = (pull if block.total is None else block.total(pull)).view(2, -1)
@@ -165,19 +158,19 @@ class ForeachCycle(Followers):
                     del powers[matrix]
         return s
 
-    def _mass(self, touch: Touch, powers: dict[int, Tensor]) -> Tensor:
+    def _mass(self, side: MatrixSide, powers: dict[int, Tensor]) -> Tensor:
         """Σ|w|^p on every row, or column, of a matrix."""
-        if touch.matrix not in powers:
-            matrix = self._matrices[touch.matrix]
-            powers[touch.matrix] = matrix.powers(self._weights[matrix.parameter], self.p, self.dtype)
-        x = powers[touch.matrix] if touch.kind == ROW else powers[touch.matrix].T
-        if touch.other is None:
+        if side.matrix not in powers:
+            matrix = self._matrices[side.matrix]
+            powers[side.matrix] = matrix.powers(self._weights[matrix.parameter], self.p, self.dtype)
+        x = powers[side.matrix] if side.kind == ROW else powers[side.matrix].T
+        if side.other is None:
             mass = x.sum(1)
         elif x.shape[1] == 1:
-            mass = x[:, 0] * self._weights_of(touch.other)
+            mass = x[:, 0] * self._weights_of(side.other)
         else:
-            mass = torch.mv(x, self._weights_of(touch.other))
-        return mass * self._weights_of(touch.own) if touch.weigh_own else mass
+            mass = torch.mv(x, self._weights_of(side.other))
+        return mass * self._weights_of(side.own) if side.weigh_own else mass
 
     def _weights_of(self, entries: slice) -> Tensor:
         """exp(p · log-factor) of some entries."""
@@ -190,34 +183,33 @@ class ForeachCycle(Followers):
     # -- new coordinates -----------------------------------------------------------------------------------------------
 
     def move(self) -> None:
-        """Multiply all slots by the factors of `s`, and add it to log_t."""
-        self._log_t += self.s[:-1]
-        self._gains.measure_(self._log_t)
+        self.log_t += self.s[:-1]
+        self.gains.measure_(self.log_t)
         total = self._log_factors(slice(None))
         factors = []
         for power, gained in self._channels:
             powered = total * power if power != 1.0 else total
-            if gained and power < 0 and len(self._gain):
-                powered = powered.index_add(0, self._gained, -power * self._gains.change[self._gain].to(self.dtype))
+            if gained and power < 0 and len(self._gain_of):
+                powered = powered.index_add(0, self._gained, -power * self.gains.change[self._gain_of].to(self.dtype))
             factors.append(powered.exp())
-        for matrix, channel, views in self._views:
+        for matrix, channel, tensors in self._parts:
             by_row, by_column = factors[channel][matrix.rows], matrix.spread(factors[channel][matrix.columns])
             for piece in matrix.pieces():
                 factor = by_row[piece, None] * by_column
-                for view in views:
-                    view[piece].mul_(factor)
-        self._weights, self._views = [], []  # gradients may be freed now
+                for tensor in tensors:
+                    tensor[piece].mul_(factor)
+        self._weights, self._parts = [], []  # gradients may be freed now
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
-    def _blocks(self, net: Anatomy, slabs: list[Slab], first: bool) -> Iterator[Block]:
-        sides = [
+    def _blocks(self, net: NetStructure, views: list[MatrixView], first: bool) -> Iterator[BlockUpdate]:
+        both_sides = [
             (number, kind, index, exponent * weight, net.rank[index], net.rank[other].min())
-            for number, (slab, weight) in enumerate(zip(slabs, net.weight, strict=True))
+            for number, (view, weight) in enumerate(zip(views, net.weight, strict=True))
             if weight
             for kind, index, exponent, other in (
-                (ROW, slab.row_index, slab.row_exponent, slab.column_index),
-                (COLUMN, slab.column_index, slab.column_exponent, slab.row_index),
+                (ROW, view.row_index, view.row_exponent, view.column_index),
+                (COLUMN, view.column_index, view.column_exponent, view.row_index),
             )
         ]
         for name in range(net.never):
@@ -226,17 +218,16 @@ class ForeachCycle(Followers):
                 continue
             place = torch.zeros(net.n + 1, dtype=torch.int64)
             place[variables] = torch.arange(len(variables))
-            touches, taken, pulls, into, start = [], [], [], [], 0
-            for number, kind, index, pull, rank, across in sides:
+            sides, taken, pulls, into, start = [], [], [], [], 0
+            for number, kind, index, pull, rank, across in both_sides:
                 here = rank == name
                 if not bool(here.any()):
                     continue
                 rows, columns = self._matrices[number].rows, self._matrices[number].columns
                 own, other = (rows, columns) if kind == ROW else (columns, rows)
                 weighted = not first or bool(across < name)
-                touches.append(
-                    Touch(number, kind, own, other if weighted else None, not first or bool((rank < name).any()))
-                )
+                weigh_own = not first or bool((rank < name).any())
+                sides.append(MatrixSide(number, kind, own, other if weighted else None, weigh_own))
                 entry, term = here.nonzero(as_tuple=True)
                 useless = (index[:, 0] == index[:, 1]) & (pull.sum(1).abs() < 1e-9)
                 entry, term = entry[~useless[entry]], term[~useless[entry]]
@@ -244,59 +235,59 @@ class ForeachCycle(Followers):
                 pulls.append(pull[entry, term])
                 into.append(place[index[entry, term]] + len(variables) * (pull[entry, term] < 0))
                 start += len(index)
-            chosen, pull, target = torch.cat(taken), torch.cat(pulls), torch.cat(into)
-            everything = torch.equal(chosen, torch.arange(start))
+            entries, pull, target = torch.cat(taken), torch.cat(pulls), torch.cat(into)
+            everything = torch.equal(entries, torch.arange(start))
             in_order = torch.equal(target, torch.arange(2 * len(variables)))
             run = torch.equal(variables, torch.arange(len(variables)) + variables[0])
             step = 0.5 if name in net.coupled else 1.0
-            yield Block(
+            yield BlockUpdate(
                 variables=slice(int(variables[0]), int(variables[-1]) + 1) if run else variables.to(self.device),
-                touches=tuple(touches),
-                taken=None if everything else chosen.to(self.device),
+                sides=tuple(sides),
+                taken=None if everything else entries.to(self.device),
                 pull=pull.abs().to(self.device, self.dtype),
                 total=None if in_order else Sum(target, 2 * len(variables), self.device),
                 rate=(step / (self.p * net.reach[variables])).to(self.device, self.dtype),
             )
 
 
-def _with_last(blocks: list[Block]) -> list[Block]:
-    last = {touch.matrix: i for i, block in enumerate(blocks) for touch in block.touches}
+def _with_last(blocks: list[BlockUpdate]) -> list[BlockUpdate]:
+    last = {side.matrix: i for i, block in enumerate(blocks) for side in block.sides}
     return [replace(block, last=tuple(k for k, where in last.items() if where == i)) for i, block in enumerate(blocks)]
 
 
-def _taken_together(slab: Slab) -> tuple[Slab, tuple[int, int, int, int]]:
-    """A slab with one column for all that have the same scales, and its memory as rows × outer × columns × inner."""
-    if slab.column_gain is not None:
-        return slab, (slab.rows, 1, slab.columns, 1)
-    outer, columns, inner = Side(slab.column_index.T, slab.column_exponent.T).repeats()
-    index, exponent = (x[::inner][:columns] for x in (slab.column_index, slab.column_exponent))
-    return replace(slab, column_index=index, column_exponent=exponent), (slab.rows, outer, columns, inner)
+def _taken_together(view: MatrixView) -> tuple[MatrixView, tuple[int, int, int, int]]:
+    """A view with one column for all that have the same scales, and its memory as rows × outer × columns × inner."""
+    if view.column_gain is not None:
+        return view, (view.rows, 1, view.columns, 1)
+    outer, columns, inner = Side(view.column_index.T, view.column_exponent.T).repeats()
+    index, exponent = (x[::inner][:columns] for x in (view.column_index, view.column_exponent))
+    return replace(view, column_index=index, column_exponent=exponent), (view.rows, outer, columns, inner)
 
 
-def _first_entries(slabs: list[Slab]) -> list[int]:
-    return list(accumulate((slab.rows + slab.columns for slab in slabs), initial=0))[:-1]
+def _first_entries(views: list[MatrixView]) -> list[int]:
+    return list(accumulate((view.rows + view.columns for view in views), initial=0))[:-1]
 
 
-def _gain_entries(slab: Slab) -> tuple[Tensor, Tensor]:
-    none = torch.full((slab.columns,), -1)
-    return torch.full((slab.rows,), -1), none if slab.column_gain is None else slab.column_gain
+def _gain_entries(view: MatrixView) -> tuple[Tensor, Tensor]:
+    none = torch.full((view.columns,), -1)
+    return torch.full((view.rows,), -1), none if view.column_gain is None else view.column_gain
 
 
-def _matrix(
-    slab: Slab, shape: tuple[int, int, int, int], entry: int, n: int, counts: bool, device: torch.device
-) -> Matrix:
-    rows, columns = slab.row_index[:, None, 0], slab.column_index[None, :, 0]
+def _grouped(
+    view: MatrixView, shape: tuple[int, int, int, int], entry: int, n: int, counts: bool, device: torch.device
+) -> GroupedView:
+    rows, columns = view.row_index[:, None, 0], view.column_index[None, :, 0]
     dead = None
-    if counts and may_cancel(slab, n):
-        net = slab.row_exponent[:, None, 0] + slab.column_exponent[None, :, 0]
+    if counts and may_cancel(view, n):
+        net = view.row_exponent[:, None, 0] + view.column_exponent[None, :, 0]
         dead = ((rows == columns) & (rows < n) & (net.abs() < 1e-9)).to(device)
-    return Matrix(
-        parameter=slab.parameter,
-        offset=slab.offset,
+    return GroupedView(
+        parameter=view.parameter,
+        offset=view.offset,
         shape=shape,
-        rows=slice(entry, entry + slab.rows),
-        columns=slice(entry + slab.rows, entry + slab.rows + slab.columns),
-        scaled=bool((slab.row_index < n).any()) or bool((slab.column_index < n).any()),
-        gained=slab.column_gain is not None,
+        rows=slice(entry, entry + view.rows),
+        columns=slice(entry + view.rows, entry + view.rows + view.columns),
+        scaled=bool((view.row_index < n).any()) or bool((view.column_index < n).any()),
+        gained=view.column_gain is not None,
         dead=dead,
     )

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels take pointers and numbers that Python has no types for)
-"""The ENorm step in a few Triton launches; the plain twin is `equinorm.solver.Cycle` and `ENorm`'s own torch lines.
+"""The ENorm step in a few Triton launches; its plain twin is `steps/plain.py`.
 
 One step (stock2019, algorithm 2) of a net with B blocks is B + 5 launches, whatever the number of layers:
 
@@ -11,7 +11,7 @@ One step (stock2019, algorithm 2) of a net with B blocks is B + 5 launches, what
 - `_measure_gains`: the new gains of safe biases; `_raise_factors`: factors of all rows and columns.
 - `_rescale` reads and writes weights, optimizer state, gradients and companions once.
 
-Tables say what to do (`enorm_plan`); tensors are reached by their addresses, in a table of their own. Sums run in a
+Tables say what to do (`tables.py`); tensors are reached by their addresses, in a table of their own. Sums run in a
 fixed order: the same numbers on every run, so data-parallel copies of a model stay the same. Nothing waits for the
 device and nothing is allocated after the first step, so a step can be captured in a CUDA graph.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,19 +28,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import Launch, Written, is_capturing, on_device
-from .plan import Anatomy, Block, Followers, InexpressibleError, Slot, is_dense, make_plan, stretch
+from ..biases import Gains
+from .fused import FusedStep
+from .protocol import Problem
+from .structure import InexpressibleError, ParameterLayouts, TensorSet, is_dense, net_structure
+from .tables import BlockTables, step_tables, stretch
 
-if TYPE_CHECKING:
-    from ..enorm import Gains
-
-__all__ = ["Descent", "FusedCycle", "can_launch"]
+__all__ = ["Descent", "TritonStep", "can_launch"]
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 MIXED = -1
 DEPENDENT_LAUNCHES: bool | None = None
 """Let each kernel read its tables and weights while the one before it ends (Hopper's programmatic dependent launch).
 
-By default (None) where the device and Triton can; `FusedCycle.early` says what is done, and may be set.
+By default (None) where the device and Triton can; `TritonStep.early` says what is done, and may be set.
 """
 
 # -- kernels that begin before the one ahead of them has ended --------------------------------------------------------
@@ -198,14 +199,31 @@ def _read_all(addresses, at, inside, kinds, KIND: tl.constexpr, ACC: tl.constexp
 
 @triton.jit
 def _sum_tiles(
-    tiles, pointers, kinds, partial, matrices, groups, numbers, gain, gains, slots,
-    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    NESTED: tl.constexpr, FILTERS: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr,
-    DESCEND: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Σ|w|^p over columns that are taken together, of one stretch of a slab; and sums over its columns and rows.
+    tiles,
+    pointers,
+    kinds,
+    partial,
+    matrices,
+    groups,
+    numbers,
+    gain,
+    gains,
+    slots,
+    KIND: tl.constexpr,
+    P: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NESTED: tl.constexpr,
+    FILTERS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    DESCEND: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Σ|w|^p over columns that are taken together, of one stretch of a matrix view; and sums over its columns and rows.
 
-    DESCEND: after a step of SGD; the gradient and its average are in the slots after the weight's.
+    DESCEND: after a step of SGD; the addresses of the gradient and its average come after the weight's.
     """
     if EARLY:
         _let_next_begin()
@@ -218,9 +236,22 @@ def _sum_tiles(
     if NESTED:
         if tl.load(tile + 5) > 1:
             _sum_neighbours(
-                tile, pointers, kind, numbers, gain, gains, partial, matrices,
-                KIND, P, ACC, FILTERS, CHANNELS, KERNEL, DESCEND,
-            )  # fmt: skip
+                tile,
+                pointers,
+                kind,
+                numbers,
+                gain,
+                gains,
+                partial,
+                matrices,
+                KIND,
+                P,
+                ACC,
+                FILTERS,
+                CHANNELS,
+                KERNEL,
+                DESCEND,
+            )
         else:
             _sum_copies(
                 tile, pointers, kind, numbers, gain, gains, partial, matrices, KIND, P, ACC, ROWS, COLUMNS, DESCEND
@@ -231,10 +262,21 @@ def _sum_tiles(
 
 @triton.jit
 def _sum_copies(
-    tile, pointers, kind, numbers, gain, gains, partial, matrices,
-    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    tile,
+    pointers,
+    kind,
+    numbers,
+    gain,
+    gains,
+    partial,
+    matrices,
+    KIND: tl.constexpr,
+    P: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DESCEND: tl.constexpr,
-):  # fmt: skip
+):
     """Columns that stand alone, or all at one distance (channels last)."""
     height, width, pitch = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     outer, apart = tl.load(tile + 6), tl.load(tile + 7)
@@ -256,10 +298,22 @@ def _sum_copies(
 
 @triton.jit
 def _sum_neighbours(
-    tile, pointers, kind, numbers, gain, gains, partial, matrices,
-    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KERNEL: tl.constexpr, DESCEND: tl.constexpr,
-):  # fmt: skip
+    tile,
+    pointers,
+    kind,
+    numbers,
+    gain,
+    gains,
+    partial,
+    matrices,
+    KIND: tl.constexpr,
+    P: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    DESCEND: tl.constexpr,
+):
     """Columns that are taken together with their neighbours: a third axis, so that memory is still read in order."""
     height, width, pitch = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     inner, outer, apart = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
@@ -281,9 +335,18 @@ def _sum_neighbours(
 
 @triton.jit
 def _weights_at(
-    tile, pointers, at, inside, kind, numbers, gain, gains,
-    KIND: tl.constexpr, ACC: tl.constexpr, DESCEND: tl.constexpr,
-):  # fmt: skip
+    tile,
+    pointers,
+    at,
+    inside,
+    kind,
+    numbers,
+    gain,
+    gains,
+    KIND: tl.constexpr,
+    ACC: tl.constexpr,
+    DESCEND: tl.constexpr,
+):
     """Elements of a tile; DESCEND: after a step of SGD (torch.optim.SGD, its letters), if there is a gradient."""
     address, start = tl.load(pointers), tl.load(tile + 1)
     w = _read(address, start, at, inside, kind, KIND, ACC)
@@ -329,9 +392,19 @@ def _leave_columns(tile, width, total, partial, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _combine(
-    starts, items, pulls, partial, up, down, s, count,
-    ACC: tl.constexpr, V: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    starts,
+    items,
+    pulls,
+    partial,
+    up,
+    down,
+    s,
+    count,
+    ACC: tl.constexpr,
+    V: tl.constexpr,
+    ITEMS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """What pulls each variable up and down, of the partial sums; and every log-scale to 0, where a cycle starts."""
     if EARLY:
         _let_next_begin()
@@ -356,10 +429,31 @@ def _combine(
 
 @triton.jit
 def _find_lines(
-    jobs, positions, pulls, first, piece, index, exponent, entries, pointers, kinds, slots, matrices, n,
-    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, V: tl.constexpr, J: tl.constexpr, LINE: tl.constexpr,
-    TALL: tl.constexpr, RAW: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, CANCELS: tl.constexpr,
-):  # fmt: skip
+    jobs,
+    positions,
+    pulls,
+    first,
+    piece,
+    index,
+    exponent,
+    entries,
+    pointers,
+    kinds,
+    slots,
+    matrices,
+    n,
+    KIND: tl.constexpr,
+    P: tl.constexpr,
+    ACC: tl.constexpr,
+    V: tl.constexpr,
+    J: tl.constexpr,
+    LINE: tl.constexpr,
+    TALL: tl.constexpr,
+    RAW: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    CANCELS: tl.constexpr,
+):
     """Σ|w|^p of every element of J lines of V variables, and where the scales that weigh them stand.
 
     The axes are job × variable × element, or job × element × variable where lines stand upright in memory (TALL).
@@ -411,9 +505,18 @@ def _weights(variable, power, second, its_power, s, P: tl.constexpr, TWO: tl.con
 
 @triton.jit
 def _pull(
-    x, own, pull, index, exponent, entries, s,
-    P: tl.constexpr, TALL: tl.constexpr, FIRST: tl.constexpr, TWO: tl.constexpr,
-):  # fmt: skip
+    x,
+    own,
+    pull,
+    index,
+    exponent,
+    entries,
+    s,
+    P: tl.constexpr,
+    TALL: tl.constexpr,
+    FIRST: tl.constexpr,
+    TWO: tl.constexpr,
+):
     """What pulls V variables up, and down, by weighted elements of their lines."""
     mass = tl.sum(x, 1 if TALL else 2, keep_dims=True)
     if TWO or not FIRST:  # else their own scale is 1 still
@@ -424,13 +527,40 @@ def _pull(
 
 @triton.jit
 def _update_block(
-    variables, jobs, positions, pulls, index, exponent, pointers, kinds, matrices,
-    up_before, down_before, rates, s, updated, entries, slots, n, groups, pieces,
-    KIND: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr, V: tl.constexpr,
-    FLAT: tl.constexpr, FLAT_LINE: tl.constexpr, TALL: tl.constexpr, TALL_LINE: tl.constexpr,
-    RAW: tl.constexpr, KEPT: tl.constexpr, FIRST: tl.constexpr, TWO: tl.constexpr, CANCELS: tl.constexpr,
+    variables,
+    jobs,
+    positions,
+    pulls,
+    index,
+    exponent,
+    pointers,
+    kinds,
+    matrices,
+    up_before,
+    down_before,
+    rates,
+    s,
+    updated,
+    entries,
+    slots,
+    n,
+    groups,
+    pieces,
+    KIND: tl.constexpr,
+    P: tl.constexpr,
+    ACC: tl.constexpr,
+    V: tl.constexpr,
+    FLAT: tl.constexpr,
+    FLAT_LINE: tl.constexpr,
+    TALL: tl.constexpr,
+    TALL_LINE: tl.constexpr,
+    RAW: tl.constexpr,
+    KEPT: tl.constexpr,
+    FIRST: tl.constexpr,
+    TWO: tl.constexpr,
+    CANCELS: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """A few variables of a block to their own optimum, all others held (stock2019, eq. 5).
 
     Everything but the scales is read before the kernel waits for the block ahead of it.
@@ -449,14 +579,58 @@ def _update_block(
             first, piece = (program * groups + turn // pieces) * (FLAT + TALL), turn % pieces
             if FLAT > 0:
                 x, v, k, v2, k2, own, pull = _find_lines(
-                    jobs, positions, pulls, first, piece, index, exponent, entries, pointers, kinds, slots, matrices, n,
-                    KIND, P, ACC, V, FLAT, FLAT_LINE, False, RAW, KEPT, TWO, CANCELS,
-                )  # fmt: skip
+                    jobs,
+                    positions,
+                    pulls,
+                    first,
+                    piece,
+                    index,
+                    exponent,
+                    entries,
+                    pointers,
+                    kinds,
+                    slots,
+                    matrices,
+                    n,
+                    KIND,
+                    P,
+                    ACC,
+                    V,
+                    FLAT,
+                    FLAT_LINE,
+                    False,
+                    RAW,
+                    KEPT,
+                    TWO,
+                    CANCELS,
+                )
             if TALL > 0:
                 y, w, m, w2, m2, its, drag = _find_lines(
-                    jobs, positions, pulls, first + FLAT, piece, index, exponent, entries, pointers, kinds, slots,
-                    matrices, n, KIND, P, ACC, V, TALL, TALL_LINE, True, RAW, KEPT, TWO, CANCELS,
-                )  # fmt: skip
+                    jobs,
+                    positions,
+                    pulls,
+                    first + FLAT,
+                    piece,
+                    index,
+                    exponent,
+                    entries,
+                    pointers,
+                    kinds,
+                    slots,
+                    matrices,
+                    n,
+                    KIND,
+                    P,
+                    ACC,
+                    V,
+                    TALL,
+                    TALL_LINE,
+                    True,
+                    RAW,
+                    KEPT,
+                    TWO,
+                    CANCELS,
+                )
             if EARLY:
                 _wait_for_last()
             if FLAT > 0:
@@ -520,9 +694,21 @@ def _measure_gains(starts, index, exponent, log_t, s, gains, change, n, B: tl.co
 
 @triton.jit
 def _raise_factors(
-    index, exponent, gain, change, s, log_t, powers, gained, factors, entries, n,
-    TWO: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    index,
+    exponent,
+    gain,
+    change,
+    s,
+    log_t,
+    powers,
+    gained,
+    factors,
+    entries,
+    n,
+    TWO: tl.constexpr,
+    B: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """The factor of every entry to each power, exact to rounding; and the step added to the scales since the start."""
     if EARLY:
         _let_next_begin()
@@ -543,9 +729,19 @@ def _raise_factors(
 
 @triton.jit
 def _rescale(
-    chunks, pointers, kinds, channels, factors, slots, entries,
-    KIND: tl.constexpr, ACC: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    chunks,
+    pointers,
+    kinds,
+    channels,
+    factors,
+    slots,
+    entries,
+    KIND: tl.constexpr,
+    ACC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Multiply one chunk of one tensor by its row's and its column's factors."""
     chunk = chunks + 7 * tl.program_id(0)
     slot = tl.program_id(1)
@@ -594,41 +790,42 @@ def can_begin_early(device: torch.device) -> bool:
     return CAN_WAIT and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-class FusedCycle(Followers):
-    """ENorm cycles and the move to new coordinates, on tensors that lie in memory as the plan was made for.
+@dataclass(frozen=True, eq=False)
+class TileSource:
+    """What `_sum_tiles` reads: the weights alone, or with what a `Descent` adds."""
 
-        fused = FusedCycle(anatomy(...), parameters, p, dtype, log_t, gains)
-        fused.bind([Slot(weights, 1.0), Slot(momentum, -1.0)])       # looks at addresses only
-        fused.sweep(cycles=1)                                        # fused.s: this step's log-scales
-        fused.move()                                                 # log_t, gains and all slots
+    tiles: Tensor
+    pointers: Tensor
+    kinds: Tensor
+    groups: Tensor
+    numbers: Tensor
+    slots: int  # addresses per parameter
+    kind: int
+
+
+class TritonStep(FusedStep):
+    """ENorm cycles and the move to new coordinates, by kernels that reach all tensors through a table of addresses.
 
     The kernels write `log_t`, the log-scales since the start of training, and the gains of safe biases. All buffers
     keep their addresses for ever, so captured graphs stay valid.
     """
 
-    def __init__(
-        self,
-        net: Anatomy,
-        tensors: Sequence[Tensor],
-        p: float,
-        dtype: torch.dtype,
-        log_t: Tensor,
-        gains: Gains,
-        cycles: int = 1,
-    ) -> None:
-        super().__init__(tensors)
-        device = self.device
-        self.plan, self.dtype, self.p = make_plan(net, cycles).to(device, dtype), dtype, float(p)
+    name = "triton"
+
+    def __init__(self, problem: Problem, log_t: Tensor, gains: Gains) -> None:
+        super().__init__(problem, log_t, gains)
+        device, dtype, net = self.device, problem.dtype, net_structure(problem)
+        self.tables, self.dtype = step_tables(net, problem.cycles).to(device, dtype), dtype
+        self.p = float(problem.p)
         self.early = can_begin_early(device) if DEPENDENT_LAUNCHES is None else DEPENDENT_LAUNCHES
         self._series: dict[tuple[object, ...], list[Callable[[], None]]] = {}
         self._descent: Descent | None = None
-        self._log_t, self._gains, self._change = log_t, gains.t, gains.change
-        n, self._entries = self.plan.n, self.plan.index.shape[1]
+        n, self._entries = self.tables.n, self.tables.index.shape[1]
         self.s, self._updated, self._up, self._down = (torch.zeros(n + 1, dtype=dtype, device=device) for _ in range(4))
-        self._partial = torch.zeros(max(self.plan.partials, 1), dtype=dtype, device=device)
-        self._matrices = torch.zeros(max(self.plan.matrices, 1), dtype=dtype, device=device)
+        self._partial = torch.zeros(max(self.tables.partials, 1), dtype=dtype, device=device)
+        self._matrices = torch.zeros(max(self.tables.matrices, 1), dtype=dtype, device=device)
         self._two = bool((net.index[1] < n).any())
-        self._even = bool((self.plan.chunks[:, 1] % 16 == 0).all())
+        self._even = bool((self.tables.chunks[:, 1] % 16 == 0).all())
         self._aligned = False
         self._shape: tuple[tuple[float, bool], ...] = ()
         self._host_kinds: list[int] = []
@@ -641,13 +838,13 @@ class FusedCycle(Followers):
         """Whether a step on the same tensors needs no new `bind`: not after one that was only captured."""
         return self._table.known
 
-    def bind(self, slots: Sequence[Slot]) -> None:
-        """Point the tables at these tensors; slot 0 holds the parameters. Costs nothing where no address changed."""
-        tensors = [t for row in zip(*(slot.tensors for slot in slots), strict=True) for t in row]
+    def bind(self, sets: Sequence[TensorSet]) -> None:
+        """Write the addresses of these tensors. Costs nothing where none has changed."""
+        tensors = [t for row in zip(*(x.tensors for x in sets), strict=True) for t in row]
         addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
-        shape = tuple((slot.power, slot.gained) for slot in slots)
+        shape = tuple((x.power, x.gained) for x in sets)
         # what is not there is taken to be of the parameter's dtype, as a gradient will be
-        parameters = [q for q in slots[0].tensors if q is not None for _ in slots]
+        parameters = [q for q in sets[0].tensors if q is not None for _ in sets]
         kinds = [KINDS[(q if t is None else t).dtype] for t, q in zip(tensors, parameters, strict=True)]
         if shape != self._shape or kinds != self._host_kinds:
             if is_capturing(self.device):
@@ -692,13 +889,11 @@ class FusedCycle(Followers):
     # -- launches ------------------------------------------------------------------------------------------------------
 
     def sweep(self, cycles: int = 1) -> Tensor:
-        """The log-scales of this step: `cycles` ENorm cycles from 0. (The last place means "no variable".)"""
         self._note_capture()
         self._launch(("sweep", cycles, self.early, self._descent), lambda: self._sweeping(cycles))
         return self.s
 
     def move(self) -> None:
-        """Multiply all slots by the factors of `s`, and add it to log_t."""
         self._launch(("move", self.early), self._moving)
 
     def _launch(self, series: tuple[object, ...], make: Callable[[], Iterator[Callable[[], None]]]) -> None:
@@ -712,75 +907,164 @@ class FusedCycle(Followers):
     def _sweeping(self, cycles: int) -> Iterator[Callable[[], None]]:
         yield from self._summing()
         for cycle in range(cycles):
-            for number, block in enumerate(self.plan.later if cycle else self.plan.first):
+            for number, block in enumerate(self.tables.later if cycle else self.tables.first):
                 # the first waits for the sums, which all may then read before they wait
                 yield from self._updating(block, cycle == 0, chained=cycle + number > 0)
 
     def _summing(self) -> Iterator[Callable[[], None]]:
-        plan, sizes, V, items, device = self.plan, self.plan.sizes, 16, 64, self.device
-        found = self._descent
-        # what is not read without a descent is any tensor
-        tiles, table, kinds, groups, numbers, slots, kind = (
-            (plan.tiles, self._table.values, self._kinds, self._kinds, self._partial, self._slots, self._weight_kind)
-            if found is None
-            else (found.tiles, found.table.values, found.kinds, found.groups, found.numbers.values, 3, found.kind)
-        )
-        if len(tiles):
+        tables, sizes, V, items, device = self.tables, self.tables.sizes, 16, 64, self.device
+        source = self._tile_source() if self._descent is None else self._descent.tile_source()
+        if len(source.tiles):
             yield Launch(
-                _sum_tiles, (len(tiles),), device,
-                slots=slots, KIND=kind, P=self.p, ACC=_TL[self.dtype], ROWS=sizes.rows, COLUMNS=sizes.columns,
-                NESTED=plan.nested, FILTERS=sizes.filters, CHANNELS=sizes.channels, KERNEL=sizes.kernel,
-                DESCEND=found is not None, EARLY=self.early,
+                _sum_tiles,
+                (len(source.tiles),),
+                device,
+                slots=source.slots,
+                KIND=source.kind,
+                P=self.p,
+                ACC=_TL[self.dtype],
+                ROWS=sizes.rows,
+                COLUMNS=sizes.columns,
+                NESTED=tables.nested,
+                FILTERS=sizes.filters,
+                CHANNELS=sizes.channels,
+                KERNEL=sizes.kernel,
+                DESCEND=self._descent is not None,
+                EARLY=self.early,
             ).on(
-                tiles, table, kinds, self._partial, self._matrices, groups, numbers, plan.gain, self._gains
-            )  # fmt: skip
+                source.tiles,
+                source.pointers,
+                source.kinds,
+                self._partial,
+                self._matrices,
+                source.groups,
+                source.numbers,
+                tables.gain,
+                self.gains.t,
+            )
         yield Launch(
-            _combine, (triton.cdiv(plan.n + 1, V),), device, early=self.early,
-            count=plan.n + 1, ACC=_TL[self.dtype], V=V, ITEMS=items, EARLY=self.early,
-        ).on(plan.starts, plan.items, plan.pulls, self._partial, self._up, self._down, self.s)  # fmt: skip
+            _combine,
+            (triton.cdiv(tables.n + 1, V),),
+            device,
+            early=self.early,
+            count=tables.n + 1,
+            ACC=_TL[self.dtype],
+            V=V,
+            ITEMS=items,
+            EARLY=self.early,
+        ).on(tables.starts, tables.items, tables.pulls, self._partial, self._up, self._down, self.s)
 
-    def _updating(self, block: Block, first: bool, chained: bool) -> Iterator[Callable[[], None]]:
-        plan, (programs, V), groups = self.plan, block.variables.shape, block.jobs.shape[1]
+    def _tile_source(self) -> TileSource:
+        # what is not read without a descent is any tensor
+        return TileSource(
+            tiles=self.tables.tiles,
+            pointers=self._table.values,
+            kinds=self._kinds,
+            groups=self._kinds,
+            numbers=self._partial,
+            slots=self._slots,
+            kind=self._weight_kind,
+        )
+
+    def _updating(self, block: BlockTables, first: bool, chained: bool) -> Iterator[Callable[[], None]]:
+        tables, (programs, V), groups = self.tables, block.variables.shape, block.jobs.shape[1]
         updated = self._updated if block.coupled else self.s
         yield Launch(
-            _update_block, (programs,), self.device, num_warps=block.warps, early=self.early and chained,
-            entries=self._entries, slots=self._slots, n=plan.n, groups=groups, pieces=block.pieces,
-            KIND=self._weight_kind, P=self.p, ACC=_TL[self.dtype], V=V,
-            FLAT=block.flat[0], FLAT_LINE=block.flat[1], TALL=block.tall[0], TALL_LINE=block.tall[1],
-            RAW=block.raw, KEPT=block.kept, FIRST=first, TWO=self._two, CANCELS=block.cancels, EARLY=self.early,
+            _update_block,
+            (programs,),
+            self.device,
+            num_warps=block.warps,
+            early=self.early and chained,
+            entries=self._entries,
+            slots=self._slots,
+            n=tables.n,
+            groups=groups,
+            pieces=block.pieces,
+            KIND=self._weight_kind,
+            P=self.p,
+            ACC=_TL[self.dtype],
+            V=V,
+            FLAT=block.flat[0],
+            FLAT_LINE=block.flat[1],
+            TALL=block.tall[0],
+            TALL_LINE=block.tall[1],
+            RAW=block.raw,
+            KEPT=block.kept,
+            FIRST=first,
+            TWO=self._two,
+            CANCELS=block.cancels,
+            EARLY=self.early,
         ).on(
-            block.variables, block.jobs, block.positions, block.pulls, plan.index, plan.exponent,
-            self._table.values, self._kinds, self._matrices, self._up, self._down, plan.rates, self.s, updated,
-        )  # fmt: skip
+            block.variables,
+            block.jobs,
+            block.positions,
+            block.pulls,
+            tables.index,
+            tables.exponent,
+            self._table.values,
+            self._kinds,
+            self._matrices,
+            self._up,
+            self._down,
+            tables.rates,
+            self.s,
+            updated,
+        )
         if block.coupled:
             B = 256
             yield Launch(
-                _commit, (triton.cdiv(programs * V, B),), self.device, early=self.early,
-                count=programs * V, n=plan.n, B=B, EARLY=self.early,
-            ).on(block.variables, updated, self.s)  # fmt: skip
+                _commit,
+                (triton.cdiv(programs * V, B),),
+                self.device,
+                early=self.early,
+                count=programs * V,
+                n=tables.n,
+                B=B,
+                EARLY=self.early,
+            ).on(block.variables, updated, self.s)
 
     def _moving(self) -> Iterator[Callable[[], None]]:
-        plan, B = self.plan, 512
-        if len(self._gains):
+        tables, B = self.tables, 512
+        gains = self.gains
+        if len(gains):
             yield Launch(
-                _measure_gains, (len(self._gains),), self.device, early=self.early, n=plan.n, B=B, EARLY=self.early
-            ).on(
-                plan.gain_starts, plan.gain_index, plan.gain_exponent, self._log_t, self.s, self._gains, self._change
-            )  # fmt: skip
+                _measure_gains, (len(gains),), self.device, early=self.early, n=tables.n, B=B, EARLY=self.early
+            ).on(tables.gain_starts, tables.gain_index, tables.gain_exponent, self.log_t, self.s, gains.t, gains.change)
         yield Launch(
-            _raise_factors, (triton.cdiv(max(self._entries, plan.n), B), len(self._powers)), self.device,
-            early=self.early, entries=self._entries, n=plan.n, TWO=self._two, B=B, EARLY=self.early,
+            _raise_factors,
+            (triton.cdiv(max(self._entries, tables.n), B), len(self._powers)),
+            self.device,
+            early=self.early,
+            entries=self._entries,
+            n=tables.n,
+            TWO=self._two,
+            B=B,
+            EARLY=self.early,
         ).on(
-            plan.index, plan.exponent, plan.gain, self._change, self.s, self._log_t,
-            self._powers, self._gained, self._factors,
-        )  # fmt: skip
+            tables.index,
+            tables.exponent,
+            tables.gain,
+            gains.change,
+            self.s,
+            self.log_t,
+            self._powers,
+            self._gained,
+            self._factors,
+        )
         yield Launch(
-            _rescale, (len(plan.chunks), self._slots), self.device, num_warps=8, early=self.early,
-            slots=self._slots, entries=self._entries, KIND=self._kind, ACC=_TL[self.dtype], ALIGNED=self._aligned,
-            CHUNK=plan.sizes.chunk, EARLY=self.early,
-        ).on(
-            plan.chunks, self._table.values, self._kinds, self._channels, self._factors
-        )  # fmt: skip
+            _rescale,
+            (len(tables.chunks), self._slots),
+            self.device,
+            num_warps=8,
+            early=self.early,
+            slots=self._slots,
+            entries=self._entries,
+            KIND=self._kind,
+            ACC=_TL[self.dtype],
+            ALIGNED=self._aligned,
+            CHUNK=tables.sizes.chunk,
+            EARLY=self.early,
+        ).on(tables.chunks, self._table.values, self._kinds, self._channels, self._factors)
 
     def _note_capture(self) -> None:
         if not is_capturing(self.device):
@@ -792,48 +1076,60 @@ class FusedCycle(Followers):
         self._kept += [x for x in read if not any(x is kept for kept in self._kept)]
 
 
-class Descent(Followers):
-    """A step of SGD on all parameters of an optimizer, in the pass of a `FusedCycle` that sums.
+class Descent(ParameterLayouts):
+    """A step of SGD on all parameters of an optimizer, in the pass of a `TritonStep` that sums.
 
-        descent = Descent(fused, parameters, groups)          # group: the number of each one's parameter group
-        descent.aim(gradients, momenta, numbers)              # looks at addresses only
-        with fused.descending(descent):
-            fused.sweep()
+        descent = Descent(step, parameters, groups)           # group: the number of each one's parameter group
+        descent.bind(gradients, momenta, numbers)             # looks at addresses only
+        with step.descending(descent):
+            step.sweep()
 
-    The first parameters are those of the cycle, in its order; all lie dense in memory, and gradients and momenta as
+    The first parameters are those of the step, in its order; all lie dense in memory, and gradients and momenta as
     their parameters do. Of a parameter without a gradient only the masses are read.
     """
 
-    def __init__(self, cycle: FusedCycle, parameters: Sequence[Tensor], groups: Sequence[int]) -> None:
+    def __init__(self, step: TritonStep, parameters: Sequence[Tensor], groups: Sequence[int]) -> None:
         super().__init__(parameters)
-        plan, device, own = cycle.plan, cycle.device, cycle.count
+        tables, device, own = step.tables, step.device, step.memory.count
         for i, q in enumerate(parameters):
             if not self._fits(i, q) or q.device != device or q.numel() >= 2**31 or not is_dense(q):
                 raise InexpressibleError(
                     f"a parameter of shape {tuple(q.shape)} is no ordinary, dense tensor on {device}"
                 )
-        others = [stretch(own + i, 0, q.numel(), plan.sizes) for i, q in enumerate(parameters[own:])]
-        self.tiles = torch.cat([plan.tiles, plan.rest, *(x.to(device, torch.int32) for x in others)])
+        others = [stretch(own + i, 0, q.numel(), tables.sizes) for i, q in enumerate(parameters[own:])]
+        self.tiles = torch.cat([tables.tiles, tables.rest, *(x.to(device, torch.int32) for x in others)])
         self.parameters, self._groups = list(parameters), list(groups)
         kinds = [KINDS[q.dtype] for q in parameters for _ in range(3)]
         self.kinds, self.kind = torch.tensor(kinds, dtype=torch.int32, device=device), _common(kinds)
         self.groups = torch.tensor(groups, dtype=torch.int32, device=device)
         self.table = Written(len(kinds), torch.int64, device)
         self.numbers = Written(6 * (max(groups) + 1), torch.float64, device)
-        self._cycle = cycle
+        self._step = step
 
-    def is_for(self, cycle: FusedCycle, parameters: Sequence[Tensor], groups: Sequence[int]) -> bool:
+    def tile_source(self) -> TileSource:
+        """What the pass that sums reads with this."""
+        return TileSource(
+            tiles=self.tiles,
+            pointers=self.table.values,
+            kinds=self.kinds,
+            groups=self.groups,
+            numbers=self.numbers.values,
+            slots=3,
+            kind=self.kind,
+        )
+
+    def is_for(self, step: TritonStep, parameters: Sequence[Tensor], groups: Sequence[int]) -> bool:
         """Whether it was made for these."""
         same = len(parameters) == self.count and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
-        return same and cycle is self._cycle and list(groups) == self._groups and self.fits(parameters)
+        return same and step is self._step and list(groups) == self._groups and self.fits(parameters)
 
-    def aim(
+    def bind(
         self,
         gradients: Sequence[Tensor | None],
         momenta: Sequence[Tensor | None],
         numbers: Sequence[Sequence[float | Tensor]],
     ) -> None:
-        """Point the tables at these tensors, and take over the numbers of each parameter group.
+        """Write the addresses of these tensors, and take over the numbers of each parameter group.
 
         These are lr, weight decay, momentum, 1 - dampening, whether it is Nesterov's, and the gradient's sign; each a
         float, or a tensor on the device, which is read when the step is made.
@@ -843,7 +1139,7 @@ class Descent(Followers):
         flat = [x for row in numbers for x in row]
         moves |= self.numbers.write(tuple(0.0 if isinstance(x, Tensor) else x for x in flat))
         if moves:
-            self._cycle.forget()
+            self._step.forget()
         held = [(place, x) for place, x in zip(self.numbers.places, flat, strict=True) if isinstance(x, Tensor)]
         if held:
             torch._foreach_copy_([place for place, _ in held], [x.view(1) for _, x in held])

@@ -1,0 +1,221 @@
+"""Balancing once: the network of least Lp norm among all that compute the same function (stock2019).
+
+`balance_` takes a symmetry (`symmetry/`), writes the norm as a function of its scales (`criteria/norm.py`), finds the
+exact optimum (`solver.py`) and multiplies the weights by it. What counts in the norm, and which scales would leave the
+range of a dtype, is decided here for training (`enorm/`) too.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .criteria.norm import Objective, layouts
+from .solver import Solution, hold_unbalanced, minimise
+from .symmetry import ScaledParameter, Symmetry, trace
+from .symmetry.symmetry import out_of_range
+
+__all__ = ["BalanceReport", "Counts", "balance_", "beyond_range", "counting", "symmetry_of"]
+
+Counts = Callable[[ScaledParameter], bool]
+"""Whether a parameter counts in the norm."""
+
+
+@dataclass(frozen=True)
+class BalanceReport:
+    """What `balance_` did, and the proof that it is the optimum."""
+
+    norm_before: float  # Lp norm of the parameters that count
+    norm_after: float
+    imbalance: float  # largest |log(incoming / outgoing mass)| over the balanced scales: 0 exactly at the optimum
+    iterations: int
+    seconds: float  # without tracing
+    converged: bool  # imbalance <= tol
+    num_scales: int  # free scales of the model
+    held: int  # of these, left where they were: dead units, non-finite weights, what would leave a dtype's range
+    held_in: tuple[str, ...]  # parameters that hold them
+    trace_seconds: float
+
+    def __str__(self) -> str:
+        if not self.num_scales:
+            return "nothing to rescale: the model has no free scale (print equinorm.trace(...).explain() to see why)"
+        verdict = "at the optimum" if self.converged else "NOT at the optimum"
+        where = ", ".join(self.held_in[:3]) + (", ..." if len(self.held_in) > 3 else "")
+        held = f"; {self.held:,} held where they were ({where})" if self.held else ""
+        return (
+            f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}, {verdict} (imbalance {self.imbalance:.1e}) over "
+            f"{self.num_scales - self.held:,} scales{held}; {self.iterations} iterations, {self.seconds:.2f} s"
+        )
+
+    def _repr_html_(self) -> str:
+        """The same as a small table, for notebooks."""
+        rows = {
+            "norm before": f"{self.norm_before:.6g}",
+            "norm after": f"{self.norm_after:.6g}",
+            "imbalance": f"{self.imbalance:.1e}, {'at' if self.converged else 'NOT at'} the optimum",
+            "scales": f"{self.num_scales:,}",
+            "held": f"{self.held:,}" + (f" (in {', '.join(self.held_in)})" if self.held else ""),
+            "iterations": f"{self.iterations}, {self.seconds:.2f} s",
+        }
+        cells = (f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
+        return f"<table>{''.join(cells)}</table>" if self.num_scales else f"<p>{escape(str(self))}</p>"
+
+
+def balance_(
+    model: nn.Module,
+    example_inputs: Any = None,
+    p: float = 2.0,
+    c: float = 1.0,
+    tol: float = 1e-8,
+    *,
+    parameters: Iterable[str] | Callable[[str], bool] | None = None,
+    time_limit: float | None = None,
+    keep: Iterable[str] = (),
+    symmetry: Symmetry | None = None,
+) -> BalanceReport:
+    """Rescale a model in place to the least Lp norm among all networks that compute the same function.
+
+    The problem is convex, so the optimum is unique (stock2019, theorem 1); the report's `imbalance` proves that it was
+    reached. Dead units and whatever cannot be balanced stay where they are, and the report says so. Where nothing can
+    move, a warning says why.
+
+        report = equinorm.balance_(model, torch.randn(1, 3, 224, 224))
+
+    Args:
+        p: which norm, any p > 0.
+        c: asymmetry (stock2019, section 3.7): c > 1 moves energy towards the output.
+        tol: largest |log(incoming / outgoing mass)| accepted.
+        parameters: names or patterns of the parameters that count in the norm, or of modules, which stand for all that
+            is in them; by default all that multiply (weights and gains, not biases).
+        time_limit: seconds after which the best point so far is taken, and reported as not converged.
+        keep: names or patterns of parameters that must not move, or of modules, which stand for all that is in them.
+        symmetry: from `equinorm.trace`, to save tracing again.
+    """
+    for name, number in (("p", p), ("c", c), ("tol", tol)):
+        if not 0 < number < float("inf"):
+            raise ValueError(f"{name} must be a positive number, got {number!r}")
+    start = time.monotonic()
+    symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep)
+    traced = time.monotonic()
+    if not symmetry.num_scales:
+        warnings.warn(f"nothing to rescale in {_first_reason(symmetry)}", stacklevel=2)
+    counted = counting(symmetry, parameters)
+    for w in symmetry.moving:
+        if symmetry.tensor(w.name).is_meta:
+            raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
+    before = _norm(symmetry, counted, p)
+    objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
+    objective.load(symmetry.tensor)
+    solution = _within_range(symmetry, objective, tol, None if time_limit is None else traced + time_limit)
+    if symmetry.num_scales:
+        symmetry.rescale_(solution.log_scales)
+    still = ~objective.free
+    return BalanceReport(
+        norm_before=before,
+        norm_after=_norm(symmetry, counted, p),
+        imbalance=solution.imbalance,
+        iterations=solution.iterations,
+        seconds=time.monotonic() - traced,
+        converged=solution.converged,
+        num_scales=symmetry.num_scales,
+        held=int(still.sum()),
+        held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
+        trace_seconds=traced - start,
+    )
+
+
+def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None, **options: Any) -> Symmetry:
+    """The symmetry that was given, on this model; or a new one, traced with these options.
+
+    >>> symmetry = symmetry_of(model, example_inputs, None, keep="head")
+    """
+    if symmetry is not None:
+        if options.pop("keep", ()) or any(value != "preserve" for value in options.values()):
+            raise TypeError("keep and batchnorm are choices of equinorm.trace: pass them there, not with symmetry=")
+        return symmetry.bind(model)
+    if example_inputs is None:
+        raise TypeError("pass example_inputs, or symmetry=equinorm.trace(model, example_inputs)")
+    return trace(model, example_inputs, **options)
+
+
+def counting(symmetry: Symmetry, parameters: Iterable[str] | Callable[[str], bool] | None) -> Counts:
+    """Which parameters count in the norm, of names or patterns of parameters and modules.
+
+    >>> counts = counting(symmetry, ["features", "*.weight"])
+    """
+    if parameters is None:
+        return lambda w: w.multiplicative
+    if callable(parameters):
+        by_name = parameters
+        return lambda w: by_name(w.name)
+    patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+    for pattern in patterns:
+        if not any(_matches(w.name, pattern) for w in symmetry.parameters):
+            raise ValueError(f"parameters={pattern!r} matches no parameter that the model uses")
+    return lambda w: any(_matches(w.name, pattern) for pattern in patterns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a parameter's name, or that of a module around it."""
+    return any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
+
+
+def _first_reason(symmetry: Symmetry) -> str:
+    """The model's class, and the first parameter that cannot move with its reason."""
+    model = type(symmetry.model).__name__
+    first = next((row for row in symmetry.explain().rows if row.because), None)
+    if first is None:
+        return f"{model}: it has no scale that a rescaling could move"
+    return (
+        f"{model}: {first.parameter} ({first.axis}) {first.because}; print(equinorm.trace(...).explain()) has all of it"
+    )
+
+
+def _norm(symmetry: Symmetry, counted: Counts, p: float) -> float:
+    """The Lp norm of the parameters that count, in float64."""
+    total = 0.0
+    for w in symmetry.parameters:
+        if counted(w) and (tensor := symmetry.tensor(w.name).detach()).numel():
+            total += float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
+    return float(total ** (1.0 / p))
+
+
+def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline: float | None) -> Solution:
+    """The optimum. Variables that would push a parameter out of its dtype's range are fixed, the rest solved again."""
+    while True:
+        hold_unbalanced(objective)
+        solution = minimise(objective, symmetry.birth, tol, deadline)
+        beyond = beyond_range(symmetry.moving, symmetry.tensor, solution.log_scales) & objective.free
+        if not bool(beyond.any()):
+            return solution
+        objective.fixed[:-1] |= beyond
+
+
+def beyond_range(terms: Iterable[ScaledParameter], tensors: Callable[[str], Tensor], log_scales: Tensor) -> Tensor:
+    """Variables whose scale makes a parameter overflow or vanish. No value is looked at by the host.
+
+    >>> stuck = beyond_range(symmetry.moving, symmetry.tensor, log_scales)
+    """
+    n = len(log_scales)
+    beyond = torch.zeros(n + 1, dtype=torch.bool, device=log_scales.device)
+    padded = torch.cat([log_scales, log_scales.new_zeros(1)])
+    for w in terms:
+        bad = out_of_range(tensors(w.name), w.factor(padded))
+        for term in (w.out, w.into):
+            if term is not None:
+                beyond[torch.where(bad, term.index, n).reshape(-1)] = True
+    return beyond[:-1]
+
+
+def _touches(w: ScaledParameter, variables: Tensor) -> bool:
+    padded = torch.cat([variables.cpu(), torch.zeros(1, dtype=torch.bool)])
+    return any(bool(padded[term.index].any()) for term in (w.out, w.into) if term is not None)

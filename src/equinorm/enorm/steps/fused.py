@@ -1,0 +1,96 @@
+"""What the fused steps have in common: one sweep over all weights, then one move of everything that follows them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..biases import Gains
+from ..optimizer_state import carry_state_, needs_functions, powered_state
+from .protocol import Problem, Step, TrainingState
+from .structure import ParameterLayouts, TensorSet
+
+__all__ = ["FusedStep"]
+
+
+class FusedStep(Step):
+    """A step on tensors that lie in memory as it was prepared for.
+
+        fused.bind([TensorSet(weights, 1.0), TensorSet(momenta, -1.0)])     # looks at addresses only
+        fused.sweep(cycles=1)                                               # fused.s: this step's log-scales
+        fused.move()                                                        # log_t, gains and all tensors
+
+    What the kernels do not reach (odd layouts, other devices, state that takes a function) follows after them.
+    """
+
+    s: Tensor
+    """The log-scales of the last sweep; the last place means "no variable"."""
+
+    def __init__(self, problem: Problem, log_t: Tensor, gains: Gains) -> None:
+        super().__init__(problem, log_t, gains)
+        self.memory = ParameterLayouts(problem.tensors())
+        self.device = self.memory.device
+
+    @abstractmethod
+    def bind(self, sets: Sequence[TensorSet]) -> None:
+        """Take these tensors for the next sweep and move; the first set holds the parameters."""
+
+    @abstractmethod
+    def sweep(self, cycles: int = 1) -> Tensor:
+        """The log-scales of this step: `cycles` ENorm cycles from 0."""
+
+    @abstractmethod
+    def move(self) -> None:
+        """Multiply all tensors by the factors of `s`, and add it to log_t."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step on the same tensors needs no new `bind`."""
+        return False
+
+    def fits(self, weights: Iterable[Tensor]) -> bool:
+        return self.memory.fits(weights)
+
+    def repeat(self, state: TrainingState) -> None:
+        self.sweep(self.problem.cycles)
+        self.move()
+        torch.autograd.graph.increment_version([*state.weights.values()])
+
+    def step(self, state: TrainingState) -> bool:
+        names, weights = list(state.weights), list(state.weights.values())
+        fitting, linear = self.memory.fitting, state.biases.linear
+        powered = powered_state(state.optimizer, weights)
+        carried = {key: TensorSet(fitting(held), power, linear) for key, (power, held) in powered.items()}
+        twins = [TensorSet(fitting(other.tensor(name) for name in names), 1.0) for other in state.companions]
+        gradients = [TensorSet(fitting(q.grad for q in weights), -1.0)] if state.gradients else []
+        self.bind([TensorSet(weights, 1.0), *carried.values(), *twins, *gradients])
+        s = self.sweep(self.problem.cycles)[:-1]
+        if (representable := self.representable(s, state.weights)) is not s:
+            s.copy_(representable)
+        self.move()
+        torch.autograd.graph.increment_version(weights)
+        complete = True
+        for i, (name, tensor) in enumerate(state.weights.items()):
+            done = {key for key, tensors in carried.items() if tensors.tensors[i] is not None}
+            missing = any(held[i] is not None for key, (_, held) in powered.items() if key not in done)
+            gradient = tensor.grad if gradients and gradients[0].tensors[i] is None else None
+            others = [
+                other.tensor(name)
+                for other, tensors in zip(state.companions, twins, strict=True)
+                if tensors.tensors[i] is None
+            ]
+            state_left = missing or needs_functions(state.optimizer, tensor)
+            if not (state_left or others or gradient is not None):
+                continue
+            complete = False
+            factor = self.terms(name).factor(self.s)
+            if gradient is not None:
+                gradient.div_(factor)
+            if state_left:
+                carry_state_(state.optimizer, tensor, factor, state.biases.gradient_gain(name), skip=done)
+            for twin in others:
+                twin.mul_(factor.to(twin.device))
+        return complete and representable is s and self.repeats

@@ -1,0 +1,61 @@
+"""The ENorm step in torch operations, layer by layer: the twin that the fused steps are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...criteria.norm import Objective, imbalance, layouts
+from ...solver import Cycle
+from ..biases import Gains
+from ..optimizer_state import carry_state_
+from .protocol import Problem, Step, TrainingState
+
+__all__ = ["PlainStep"]
+
+
+class PlainStep(Step):
+    """ENorm cycles by `solver.Cycle` (stock2019, algorithm 1), and one multiplication for each tensor that moves.
+
+    All that it needs is made here, so that the first step may be captured in a CUDA graph.
+    """
+
+    name = "plain"
+
+    def __init__(self, problem: Problem, log_t: Tensor, gains: Gains) -> None:
+        super().__init__(problem, log_t, gains)
+        device = log_t.device
+        counted = layouts(problem.symmetry, problem.p, problem.c, problem.counts)
+        self.objective = Objective(problem.num_scales, problem.p, counted, problem.dtype, device)
+        if problem.fixed is not None:
+            self.objective.fixed |= problem.fixed.to(device)
+        for name in problem.terms:
+            self.terms(name)
+        self._cycle = Cycle(self.objective, problem.symmetry.birth)
+
+    def step(self, state: TrainingState) -> bool:
+        self.objective.load(state.weights.__getitem__)
+        s = torch.zeros_like(self.log_t, dtype=self.objective.dtype)
+        for _ in range(self.problem.cycles):
+            s = self._cycle.run(s)
+        s = self.representable(s, state.weights)
+        padded = torch.cat([s, s.new_zeros(1)])
+        self.log_t += s
+        self.gains.measure_(self.log_t)
+        for name, tensor in state.weights.items():
+            factor = self.terms(name).factor(padded)
+            tensor.mul_(factor)
+            if state.gradients and tensor.grad is not None:
+                tensor.grad.div_(factor)
+            carry_state_(state.optimizer, tensor, factor, state.biases.gradient_gain(name))
+            for other in state.companions:
+                twin = other.tensor(name)
+                twin.mul_(factor.to(twin.device))
+        return False
+
+    def imbalance(self, state: TrainingState) -> float:
+        """The largest |log(incoming / outgoing mass)| at the present weights."""
+        objective = self.objective
+        objective.load(state.weights.__getitem__)
+        point = objective.at(torch.zeros_like(self.log_t, dtype=objective.dtype))
+        return float(imbalance(point, objective.free & (point.up > 0) & (point.down > 0)))
