@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .conversion import ConvertReport, deep_copy
-from .equilibrium.layers import _EquiNorm
+from .equilibrium.layers import EquiNormLayer
 from .models.graph import Call, ModuleGraph
 from .models.running_statistics import has_running_statistics
 from .models.surgery import (
@@ -114,7 +114,7 @@ def _plain_layers(model: nn.Module, rows: list[Row]) -> tuple[nn.Module, dict[nn
             rows.append(Row(path, f"{was} with InputNoise", was, ""))
         if isinstance(module, InputNoise):
             new_of[module] = nn.Identity()
-        elif isinstance(module, _EquiNorm) and module.running_mean is not None:
+        elif isinstance(module, EquiNormLayer) and module.running_mean is not None:
             new_of[module] = module.to_plain()
         elif isinstance(module, LAYERS) and is_parametrized(module):
             bake_weight_(module)
@@ -153,7 +153,7 @@ def _layer_before(plan: Plan, norm: Norm) -> Call | str:
     """The layer whose output a norm reads, if it can take the norm; or why there is none."""
     if norm.layer is None:
         return norm.alone
-    if isinstance(norm.layer.module, _EquiNorm):
+    if isinstance(norm.layer.module, EquiNormLayer):
         if norm.layer.module.running_mean is None:
             return f"{norm.layer.path}, which feeds it, has weights that depend on the batch"
     elif why := plan.why_not_change_weight(norm.layer, baked=True) or plan.why_no_bias(norm.layer):
@@ -231,7 +231,7 @@ def _what_stayed(model: nn.Module, kept: dict[str, str]) -> tuple[Row, ...]:
                 why = _INPUT_DEPENDENT
         elif isinstance(module, NormalizationPropagation):
             why = "it holds a ReLU; the layer inside it is plain"
-        elif isinstance(module, _EquiNorm):
+        elif isinstance(module, EquiNormLayer):
             why = "it keeps no running statistics, so its weights depend on the batch"
         else:
             continue

@@ -85,7 +85,7 @@ def _equinorm(plan: Plan, depthwise: bool, balance_signs: bool, **options: Any) 
             return "a depthwise convolution, with one input channel per output; convert it with depthwise=True"
         return _equinorm_layer(kind, layer, norm, balance_signs, options)
 
-    fuse_layers(plan, make, lambda module: isinstance(module, en._EquiNorm))
+    fuse_layers(plan, make, lambda module: isinstance(module, en.EquiNormLayer))
     for call in plan.layers():
         if call.path in plan.converted and any(s not in plan.graph.not_negative for s in call.inputs):
             plan.remark(call.path, "its inputs may be negative, which the method is not made for")

@@ -37,7 +37,7 @@ CHANNEL_NORMS = (
 )
 """Norms of inputs with channels in axis 1; any of them can stand where another one stood."""
 OTHER_NORMS = (nn.LayerNorm, nn.RMSNorm)
-OWN_LAYERS = (equilibrium._EquiNorm, activation_norms.NormalizationPropagation)
+OWN_LAYERS = (equilibrium.EquiNormLayer, activation_norms.NormalizationPropagation)
 
 _TORCH_NORMS = (
     nn.BatchNorm1d,
