@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equinorm.diagnostics import channel_means, style
-from equinorm.equilibrium.layers import equilibrate, input_means
+from equinorm.equilibrium import equilibrate, input_means
 from equinorm.nn import EquiNormConv2d
 
 

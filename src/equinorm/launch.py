@@ -22,8 +22,8 @@ __all__ = [
     "CHANNELS_LAST",
     "DTYPES",
     "ORDINARY",
+    "DeviceTable",
     "Launch",
-    "Written",
     "channels_last",
     "compilable",
     "dense",
@@ -45,7 +45,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 ORDINARY = (Tensor, nn.Parameter)
 """Types of tensors without ways of their own. Not a set: `torch.compile` of torch 2.6 cannot look into one of types."""
-_allowed = True
+_kernels_allowed = True
 
 
 def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
@@ -58,7 +58,7 @@ def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
 
 def launchable(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary tensors on one CUDA device, in eager mode; None stands for no tensor."""
-    if torch.compiler.is_compiling() or not _allowed:
+    if torch.compiler.is_compiling() or not _kernels_allowed:
         return False
     device = None
     for tensor in tensors:
@@ -95,10 +95,10 @@ def compilable(operators: str, *tensors: Tensor | None) -> bool:
 
     Not where it looks in order to export: a program for elsewhere has to be made of torch's own operations.
     """
-    if not torch.compiler.is_compiling() or _exporting() or not _allowed:
+    if not torch.compiler.is_compiling() or _exporting() or not _kernels_allowed:
         return False
-    there = [tensor for tensor in tensors if tensor is not None]
-    return all(type(tensor) in ORDINARY and _on_cuda(tensor) for tensor in there) and _operators_apply(operators)
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(type(tensor) in ORDINARY and _on_cuda(tensor) for tensor in given) and _operators_apply(operators)
 
 
 def _on_cuda(tensor: Tensor) -> bool:
@@ -126,12 +126,12 @@ def plain_only() -> Iterator[None]:
     >>> with plain_only():
     ...     expected = layer(x)
     """
-    global _allowed
-    before, _allowed = _allowed, False
+    global _kernels_allowed
+    before, _kernels_allowed = _kernels_allowed, False
     try:
         yield
     finally:
-        _allowed = before
+        _kernels_allowed = before
 
 
 @cache
@@ -219,20 +219,21 @@ class Launch:
 
 def _addresses(tensors: Iterable[Tensor | None]) -> tuple[list[int | None], bool]:
     """Where tensors lie, and whether that is aligned for all of them."""
-    together, addresses = 0, []
+    all_bits, addresses = 0, []
     for tensor in tensors:
         address = None if tensor is None else tensor.data_ptr()
         addresses.append(address)
-        together |= address or 0
-    return addresses, together % ALIGNMENT == 0
+        all_bits |= address or 0
+    return addresses, all_bits % ALIGNMENT == 0
 
 
-class Written:
+class DeviceTable:
     """A table on the device, written by kernels whose arguments are its values: no copy from the host to wait for.
 
-    A table that a captured graph reads is never written again, and one written inside a capture is the graph's own.
+    What a captured graph reads is never written again: then the next values go to new memory, as those do that are
+    written inside a capture.
 
-    >>> table = Written(2, torch.int64, device)
+    >>> table = DeviceTable(2, torch.int64, device)
     >>> table.write((x.data_ptr(), y.data_ptr()))      # costs nothing where no value changed
     >>> launch(table.values)
     """
@@ -240,35 +241,35 @@ class Written:
     def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(length, dtype=dtype, device=device)
         self.places = self.values.split(1)
-        self._written: tuple[float, ...] | None = None
-        self._kept: list[Tensor] = []  # what captured graphs read
+        self._last_written: tuple[float, ...] | None = None
+        self._read_by_graphs: list[Tensor] = []
 
     @property
     def known(self) -> bool:
         """Whether the values are those last written: not after writing was only captured."""
-        return self._written is not None
+        return self._last_written is not None
 
     def write(self, values: tuple[float, ...]) -> bool:
         """Write all values; True if `values` is another tensor now."""
-        if values == self._written:
+        if values == self._last_written:
             return False
         capturing = is_capturing(self.values.device)
-        moves = capturing or any(self.values is kept for kept in self._kept)
-        if moves:
+        renewed = capturing or any(self.values is read for read in self._read_by_graphs)
+        if renewed:
             self.values = torch.zeros_like(self.values)
             self.places = self.values.split(1)
         else:
             self.values.zero_()
-        there = [(place, value) for place, value in zip(self.places, values, strict=True) if value]
-        if there:
-            torch._foreach_add_([place for place, _ in there], [value for _, value in there])
-        self._written = None if capturing else values
-        return moves
+        not_zero = [(place, value) for place, value in zip(self.places, values, strict=True) if value]
+        if not_zero:
+            torch._foreach_add_([place for place, _ in not_zero], [value for _, value in not_zero])
+        self._last_written = None if capturing else values
+        return renewed
 
     def keep(self) -> None:
         """Call inside a capture: the graph reads the table as it is."""
-        if not any(self.values is kept for kept in self._kept):
-            self._kept.append(self.values)
+        if not any(self.values is read for read in self._read_by_graphs):
+            self._read_by_graphs.append(self.values)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -339,7 +339,7 @@ def test_stretches_cover_memory_once(start: int, length: int, entry: int) -> Non
 
 
 def test_a_table_is_written_where_it_is_until_a_graph_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = dispatch.Written(3, torch.float64, torch.device("cpu"))
+    table = dispatch.DeviceTable(3, torch.float64, torch.device("cpu"))
     first = table.values
     assert not table.write((0.5, 0.0, -2.0))
     assert not table.write((0.0, 3.0, 1.0))

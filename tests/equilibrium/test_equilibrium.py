@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import equinorm.nn
-from equinorm.equilibrium.layers import (
+from equinorm.equilibrium import (
     balanced_signs,
     equilibrate,
     input_means,

@@ -148,7 +148,7 @@ def test_a_sum_and_a_relu_that_follow(dtype: torch.dtype, channels_last: bool) -
 def test_launches_are_remembered_and_need_not_be() -> None:
     """Triton is asked for every launch where addresses are not aligned, and once where they are."""
     layer, x = build("3 x 3")
-    module = kernels("equilibrium", x)
+    module = kernels("equinorm.equilibrium.kernels", x)
     plans = []
     with pytest.MonkeyPatch.context() as patch:
         run = module.run
@@ -186,7 +186,7 @@ def test_pointwise_convolutions_are_matrix_products(case: str, options: str) -> 
     layer, x = build(case, options)
     layer, x = layer.to(torch.bfloat16), x.to(torch.bfloat16).requires_grad_()
     memory_format = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    module = kernels("equilibrium", x)
+    module = kernels("equinorm.equilibrium.kernels", x)
     plans = []
     with pytest.MonkeyPatch.context() as patch:
         run = module.run

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
-import equinorm.equilibrium.layers
 from equinorm import launch as dispatch
-from equinorm.equilibrium import operators
-from equinorm.equilibrium.layers import equilibrate
+from equinorm.equilibrium import layers as equilibrium_layers
+from equinorm.equilibrium.functional import equilibrate
+from equinorm.equilibrium.kernels import operators
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
 from support.grids import diagonal
 from support.triton_interpreter import Wrapped, interpreted, needs_triton
@@ -29,9 +29,8 @@ from support.triton_interpreter import Wrapped, interpreted, needs_triton
 fused = interpreted("equinorm.equilibrium.kernels")
 small = interpreted("equinorm.equilibrium.kernels")
 # blocks so small that every loop runs several times
-small.TILE, small.PROGRAMS, small.FEW_PROGRAMS, small.READS = 64, 4, 2, 64
-small.WEIGHT_TILE, small.CHUNKS = 32, 2
-small.PRODUCTS = small.DTYPES  # in float32 too, which can be held against float64
+vars(small.TUNING).update(tile=64, programs=4, few_programs=2, reads=64, weight_tile=32, chunks=2)
+small.TUNING.products = dispatch.DTYPES  # in float32 too, which can be held against float64
 any_blocks = st.sampled_from([fused, small])
 # the interpreter is slow, and shrinking an example runs it many times
 quick = settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
@@ -144,38 +143,38 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
 @quick
 @given(any_blocks, weights(), dtypes)
 def test_weights_in_equilibrium_and_their_gradients(kernels: Any, drawn: dict[str, Any], dtype: torch.dtype) -> None:
-    operation = kernels.Convolution((1,), (0,), (1,), drawn["groups"])
-    options = {"rho": drawn["rho"], "two_pass": drawn["two_pass"]}
-    told = kernels.Settings(operation, samples=1, dtype=dtype, **options)
+    options = {"groups": drawn["groups"], "rho": drawn["rho"], "two_pass": drawn["two_pass"]}
+    equilibrium = kernels.Equilibrium(dtype=dtype, **options)
     weight, means, gain = drawn["weight"], drawn["means"], drawn["gain"]
     parts = torch.stack([3 * means, -means, 2 * means])
     bias = torch.randn(weight.shape[0])
-    w, offset, state = kernels.transform_weight(weight, parts, gain, told, count=4, bias=bias)
+    parameters = kernels.Parameters(weight, gain, bias)
+    w, offset, state = kernels.transform_weight(parameters, parts, equilibrium, count=4)
     assert offset.dtype == dtype
     assert_close(offset, bias, TOLERANCE[dtype])
     assert w.dtype == dtype
     assert w.stride() == weight.stride()
 
     exact = [t if t is None else t.double().requires_grad_() for t in (weight, means, gain)]
-    expected = equilibrate(exact[0], exact[1], groups=drawn["groups"], gain=exact[2], **options)
+    expected = equilibrate(exact[0], exact[1], gain=exact[2], **options)
     assert_close(w, expected.detach().clamp(-65504, 65504), TOLERANCE[dtype])
 
     direction = torch.randn_like(expected).to(dtype)
-    wanted = torch.autograd.grad(expected, [t for t in exact if t is not None], direction.double())
-    for_weight, for_gain, for_bias, for_means = kernels.transform_weight_backward(
-        direction, weight, gain, state, told, count=4, bias=bias, grad_offset=offset
+    by_torch = torch.autograd.grad(expected, [t for t in exact if t is not None], direction.double())
+    gradients, for_means = kernels.transform_weight_backward(
+        direction, parameters, state, equilibrium, count=4, grad_offset=offset
     )
-    assert for_weight.stride() == weight.stride()
-    assert_close(for_weight, wanted[0], 1e-4)
-    assert_close(for_means.sum(0), wanted[1] / 4, 1e-4)
-    assert_close(for_gain, wanted[2] if gain is not None else None, 1e-4)
-    assert torch.equal(for_bias, offset.float())
+    assert gradients.weight.stride() == weight.stride()
+    assert_close(gradients.weight, by_torch[0], 1e-4)
+    assert_close(for_means.sum(0), by_torch[1] / 4, 1e-4)
+    assert_close(gradients.gain, by_torch[2] if gain is not None else None, 1e-4)
+    assert torch.equal(gradients.bias, offset.float())
 
 
 def test_large_weights_saturate_in_half_precision() -> None:
     """An infinite weight makes NaN of every zero among the inputs."""
-    told = fused.Settings(fused.Linear(), samples=1, dtype=torch.float16)
-    w, *_ = fused.transform_weight(torch.randn(3, 4), torch.full((1, 4), 1e-9), None, told)
+    parameters = fused.Parameters(torch.randn(3, 4))
+    w, *_ = fused.transform_weight(parameters, torch.full((1, 4), 1e-9), fused.Equilibrium(dtype=torch.float16))
     assert w.isfinite().all()
     assert w.abs().max() == torch.finfo(torch.float16).max
 
@@ -234,7 +233,7 @@ def outcome(
         return module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(equinorm.equilibrium.layers, "kernels", kernels)
+        patch.setattr(equilibrium_layers, "kernels", kernels)
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             y = layer(x)
     assert calls
@@ -270,13 +269,21 @@ def test_a_sum_and_a_relu_that_follow(kernels: Any, drawn: tuple[Any, Tensor], l
         own = copy.deepcopy(layer).to(dtype)
         leaves = [t.detach().to(dtype).requires_grad_() for t in (x, *([] if plus is None else [plus]))]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_, module=module: module)
+            patch.setattr(equilibrium_layers, "kernels", lambda *_, module=module: module)
             y = own.rectified(*leaves)
         assert ("_LayerBackward" in str(y.grad_fn)) == (module is not None)
         leaves += own.parameters()
         results.append([y, *torch.autograd.grad(y, leaves, direction.to(dtype)), *own.buffers()])
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected, 1e-4)
+
+
+def fused_layer(kernels: Any, x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, told: Any) -> Tensor:
+    return kernels.equinorm_layer(x, kernels.Parameters(weight, gain, bias), told)
+
+
+def plain_layer(kernels: Any, x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, told: Any) -> Tensor:
+    return kernels.plain_layer(x, weight, gain, told) + bias.view(-1, 1, 1)
 
 
 def after_a_layer(kernels: Any) -> tuple[Any, Any, list[Tensor]]:
@@ -291,8 +298,9 @@ def after_a_layer(kernels: Any) -> tuple[Any, Any, list[Tensor]]:
     ]
 
     def fast(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, plus: Tensor) -> Tensor:
-        plan = kernels.plan_for(x, weight, gain, bias, told)
-        return kernels.run(plan, x, weight, gain, bias, None, kernels.After(plus, relu=True))
+        parameters = kernels.Parameters(weight, gain, bias)
+        plan = kernels.plan_for(x, parameters, told)
+        return kernels.run(plan, x, parameters, None, kernels.After(plus, relu=True))
 
     def plain(x: Tensor, weight: Tensor, gain: Tensor, bias: Tensor, plus: Tensor) -> Tensor:
         return torch.relu(kernels.plain_layer(x, weight, gain, told) + bias.view(-1, 1, 1) + plus)
@@ -326,7 +334,7 @@ def test_behind_a_relu_only_what_is_wanted_is_computed() -> None:
 
 @pytest.mark.parametrize(("dtype", "by_kernels"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_what_is_added_decides_the_dtype_as_in_torch(dtype: torch.dtype, by_kernels: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_: fused)
+    monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
     with torch.autocast("cpu", torch.bfloat16):
         y = EquiNormConv2d(4, 6, 3).rectified(torch.rand(3, 4, 5, 5), torch.rand(3, 6, 3, 3).to(dtype))
     assert y.dtype == dtype
@@ -428,17 +436,17 @@ def test_rows_are_no_copies_where_channels_are_last() -> None:
     for shape in ((2, 3, 4, 5), (2, 3, 1, 1), (3, 3, 2, 4, 5), (4, 1, 3, 3)):
         whole = laid_out(torch.rand(shape), last=True)
         for x in (whole, whole[1:]):
-            rows = fused._rows(x)
+            rows = fused.rows_of(x)
             assert rows.data_ptr() == x.data_ptr()
             assert rows.is_contiguous()
             assert torch.equal(rows, x.movedim(1, -1).flatten(0, -2))
         crossed = torch.rand(shape).transpose(0, 1)
-        assert torch.equal(fused._rows(crossed), crossed.movedim(1, -1).flatten(0, -2))
+        assert torch.equal(fused.rows_of(crossed), crossed.movedim(1, -1).flatten(0, -2))
 
 
 def test_matrix_products_are_ordinary_outputs(monkeypatch: Any) -> None:
     """They can be written to in place; and a hook that brings the input back in another layout does no harm."""
-    monkeypatch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_: small)
+    monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: small)
     x = laid_out(torch.rand(3, 5, 4, 2), last=True).requires_grad_()
     results = []
     for unpack in (lambda t: t, lambda t: t.contiguous()):
@@ -458,7 +466,7 @@ def test_matrix_products_are_ordinary_outputs(monkeypatch: Any) -> None:
 def test_the_comparison_that_is_made_on_a_gpu(case: str, options: str, monkeypatch: Any) -> None:
     """Its test once moved the statistics of one twin twice, which no test on a CPU could tell."""
     monkeypatch.setattr(gpu_tests, "DEVICE", "cpu")
-    monkeypatch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_: fused)
+    monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
     gpu_tests.test_kernels_do_what_the_plain_twin_does(case, options, channels_last=True)
 
 
@@ -505,9 +513,9 @@ def test_second_derivatives(window: int, groups: int, two_pass: bool) -> None:
     x = laid_out(torch.rand(3, 4, 5, 5), last=window == 1)
     tensors = [x, torch.randn(6, 4 // groups, window, window), torch.rand(6) + 0.5, torch.randn(6)]
     results = []
-    for layer in (small.equinorm_layer, lambda x, w, g, b, s: small.plain_layer(x, w, g, s) + b.view(-1, 1, 1)):
+    for layer in (fused_layer, plain_layer):
         leaves = [t.clone().requires_grad_() for t in tensors]
-        y = layer(*leaves, told)
+        y = layer(small, *leaves, told)
         first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
         results.append([y, *first, *second])
@@ -520,12 +528,12 @@ def test_only_what_is_wanted_is_computed() -> None:
     tensors = [torch.rand(3, 2, 5), torch.randn(4, 2, 3), torch.rand(4), torch.randn(4)]
     whole = [t.clone().requires_grad_() for t in tensors]
     direction = torch.randn(3, 4, 3)
-    fused.equinorm_layer(*whole, told).backward(direction)
+    fused_layer(fused, *whole, told).backward(direction)
     for wanted in range(4):
         some = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
         for create_graph in (False, True):
             (gradient,) = torch.autograd.grad(
-                fused.equinorm_layer(*some, told), some[wanted], direction, create_graph=create_graph
+                fused_layer(fused, *some, told), some[wanted], direction, create_graph=create_graph
             )
             assert_close(gradient, whole[wanted].grad)
 
@@ -536,7 +544,7 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     told = fused.Settings(fused.Convolution((1, 1), (1, 1), (1, 1)), samples=8)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        fused.equinorm_layer(x, weight, None, None, told)
+        fused.equinorm_layer(x, fused.Parameters(weight), told)
     own = [t for t in kept if t.data_ptr() not in (x.data_ptr(), weight.data_ptr())]
     assert sum(t.numel() for t in own) == weight.numel() + 16 + 6 * 16
 
@@ -550,12 +558,9 @@ def test_gradients_of_any_layout() -> None:
     ):
         for direction in (torch.rand(2, 4, 1, 1).expand(2, 4, 4, 4), torch.rand(2, 4, 4, 4).transpose(2, 3)):
             results = []
-            for function in (
-                small.equinorm_layer,
-                lambda x, w, g, b, s: small.plain_layer(x, w, g, s) + b.view(-1, 1, 1),
-            ):
+            for function in (fused_layer, plain_layer):
                 leaves = [t.detach().clone().requires_grad_() for t in (x, layer.weight, layer.gain, layer.bias)]
-                results.append(torch.autograd.grad(function(*leaves, told), leaves, direction))
+                results.append(torch.autograd.grad(function(small, *leaves, told), leaves, direction))
             for actual, expected in zip(*results, strict=True):
                 assert_close(actual, expected)
 
@@ -564,9 +569,7 @@ def test_gradients_of_inputs_may_lie_anyhow() -> None:
     """Neither contiguous nor channels last, which an operation is free to return."""
     plan = fused.plan_for(
         torch.rand(2, 3, 4, 4),
-        torch.rand(4, 3, 1, 1),
-        None,
-        None,
+        fused.Parameters(torch.rand(4, 3, 1, 1)),
         fused.Settings(fused.Convolution((1, 1), (0, 0), (1, 1)), samples=1),
     )
     y = torch.rand(2, 4, 5, 3).transpose(1, 3)
@@ -600,13 +603,13 @@ def spread(layer: Any, name: str) -> Any:
 )
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 def test_the_rest_is_left_to_the_plain_twin(layer: Any, shape: tuple[int, ...], monkeypatch: Any) -> None:
-    monkeypatch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_: fused)
+    monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
     monkeypatch.setattr(fused, "run", None)
     layer(torch.rand(shape, dtype=layer.weight.dtype))
 
 
 def test_a_failing_call_leaves_the_statistics_alone(monkeypatch: Any) -> None:
-    monkeypatch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_: fused)
+    monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
     layer = EquiNormConv2d(3, 4, 3)
     for x in (torch.rand(2, 3, 2, 2), torch.rand(2, 3, 5, 5, dtype=torch.bfloat16)):
         with pytest.raises(RuntimeError):
@@ -619,7 +622,7 @@ def test_statistics_of_the_batch_in_evaluation(monkeypatch: Any) -> None:
     layer = EquiNormConv2d(3, 4, 3, track_running_stats=False).eval()
     x = torch.rand(2, 3, 6, 6)
     expected = layer(x)
-    monkeypatch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_: fused)
+    monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
     assert_close(layer(x), expected)
     assert "_LayerBackward" in str(layer(x).grad_fn)
 
@@ -712,7 +715,7 @@ def test_numbers_are_those_of_the_kernel_in_its_order() -> None:
 
 def test_plans_are_found_again(monkeypatch: Any) -> None:
     """Layers that are alike share a plan; another shape, layout or setting needs another."""
-    monkeypatch.setattr(equinorm.equilibrium.layers, "kernels", lambda *_: fused)
+    monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
     x = torch.rand(2, 3, 4, 4)
     layer = EquiNormConv2d(3, 4, 3)
     with watched(fused) as plans:
@@ -738,7 +741,7 @@ def test_triton_is_imported_when_it_is_needed_and_not_before() -> None:
 
 def test_without_triton_there_are_no_kernels(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert dispatch.module.__wrapped__("equilibrium") is None
+    assert dispatch.module.__wrapped__("equinorm.equilibrium.kernels") is None
 
 
 def test_devices_are_changed_only_if_need_be(monkeypatch: Any) -> None:
@@ -750,10 +753,13 @@ def test_devices_are_changed_only_if_need_be(monkeypatch: Any) -> None:
 def test_ordinary_tensors_on_cuda_only() -> None:
     x = torch.rand(2, 3)
     assert not dispatch.launchable(x, None)
-    assert dispatch.kernels("equilibrium", x) is None
-    with dispatch.plain_only(), dispatch.plain_only():
-        assert not dispatch._allowed
-    assert dispatch._allowed
+    assert dispatch.kernels("equinorm.equilibrium.kernels", x) is None
+    assert dispatch.launchable(None)
+    with dispatch.plain_only():
+        with dispatch.plain_only():
+            assert not dispatch.launchable(None)
+        assert not dispatch.launchable(None)
+    assert dispatch.launchable(None)
 
 
 # -- for torch.compile -----------------------------------------------------------------------------------------
@@ -762,10 +768,10 @@ def test_ordinary_tensors_on_cuda_only() -> None:
 @pytest.fixture
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled here finds the interpreted kernels, as it finds the others on CUDA."""
-    for name in ("_transform", "_weight_gradient", "transform_weight", "transform_weight_backward"):
+    for name in ("transform_kernel", "weight_gradient_kernel", "transform_weight", "transform_weight_backward"):
         monkeypatch.setattr(operators, name, getattr(small, name))
     monkeypatch.setattr(operators, "wrap_triton", Wrapped)
-    monkeypatch.setattr(equinorm.equilibrium, "compilable", lambda *_: torch.compiler.is_compiling())
+    monkeypatch.setattr(equilibrium_layers, "compilable", lambda *_: torch.compiler.is_compiling())
     torch._dynamo.reset()
 
 
@@ -860,13 +866,13 @@ def test_operations_are_for_ordinary_tensors(monkeypatch: pytest.MonkeyPatch) ->
     class Tagged(Tensor):
         pass
 
-    x = torch.rand(3)
-    assert not dispatch.compilable(x)
+    x, ours = torch.rand(3), operators.__name__
+    assert not dispatch.compilable(ours, x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not dispatch.compilable(x)
+    assert not dispatch.compilable(ours, x)
     monkeypatch.setattr(dispatch, "_on_cuda", lambda tensor: True)
-    assert dispatch.compilable(x, None, nn.Parameter(x))
-    assert not dispatch.compilable(x, x.as_subclass(Tagged))
+    assert dispatch.compilable(ours, x, None, nn.Parameter(x))
+    assert not dispatch.compilable(ours, x, x.as_subclass(Tagged))
 
 
 @needs_triton(3)

@@ -16,24 +16,22 @@ from torch._subclasses import FakeTensor
 def needs_triton(minor: int) -> pytest.MarkDecorator:
     """Skip a test before Triton 3.`minor`."""
     try:
-        found = tuple(map(int, metadata.version("triton").split(".")[:2]))
+        version = tuple(map(int, metadata.version("triton").split(".")[:2]))
     except metadata.PackageNotFoundError:
-        found = (3, minor)
-    return pytest.mark.skipif(found < (3, minor), reason=f"needs Triton 3.{minor}")
+        version = (3, minor)
+    return pytest.mark.skipif(version < (3, minor), reason=f"needs Triton 3.{minor}")
 
 
 def interpreted(name: str) -> ModuleType:
-    """A copy of the module of that name whose kernels are interpreted.
+    """A copy of the module of that name, a package with all its files, whose kernels are interpreted.
 
     Triton decides when it is imported, and torch may have imported it by now: so with a second Triton, which
     nobody else gets to see.
     """
     pytest.importorskip("triton")
     package, _, short = name.rpartition(".")
-    # compiled code is loaded once
-    hidden = {key: value for key, value in sys.modules.items() if _is_triton(key) and not key.startswith("triton._C")}
-    hidden.update({name: sys.modules[name]} if name in sys.modules else {})
-    for key in hidden:
+    replaced = {key: module for key, module in sys.modules.items() if _is_replaced(key, name)}
+    for key in replaced:
         del sys.modules[key]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -41,14 +39,21 @@ def interpreted(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         finally:
-            for key in [key for key in sys.modules if _is_triton(key) or key == name]:
-                if not key.startswith("triton._C"):
-                    del sys.modules[key]
-            sys.modules.update(hidden)
+            for key in [key for key in sys.modules if _is_replaced(key, name)]:
+                del sys.modules[key]
+            sys.modules.update(replaced)
 
 
-def _is_triton(module: str) -> bool:
-    return module == "triton" or module.startswith("triton.")
+def _is_replaced(module: str, name: str) -> bool:
+    """Whether it is imported a second time: all of Triton but compiled code, which is loaded once, and what is asked
+    for."""
+    if _is_in(module, "triton._C"):
+        return False
+    return _is_in(module, "triton") or _is_in(module, name)
+
+
+def _is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
 
 
 class Wrapped(NamedTuple):

@@ -1,22 +1,9 @@
-"""EquiNorm: convolutions and linear layers whose positive and negative weights are kept in equilibrium.
+"""EquiNorm layers: convolutions and linear layers whose positive and negative weights are kept in equilibrium.
 
-Equilibrium normalization (defazio2018, "Controlling covariate shift using equilibrium normalization of
-weights") changes the weights of a layer before they are used, from one number per input channel: its mean
-input v_c. Per output channel d, with k the size of the kernel window (section 4.1, "Updates"):
-
-    b_d = - Σ_c v_c w_dc / (k Σ_c v_c)          w_dc: the weights summed over the window
-    s_d =   ρ / Σ_c v_c w'_dc                   w'_dc: those of w + b_d that are positive, summed
-    w'' =   s_d (w + b_d)                       then a gain and an offset
-
-so that the output has mean zero, to which the positive weights contribute 1 per output element and the
-negative ones -1. Both hold exactly where every weight meets every input once: stride 1, circular padding.
-
-The paper has sums where we have means, and r = batch · H_out · W_out · stride² where we have ρ. Dividing both
-by the number of input elements leaves ρ = Π stride · size_out / size_in, which does not depend on the batch:
-a part of it can supply the statistics, and a batch of any size can be evaluated with them.
-
-Here is the method in plain torch operations. On CUDA layers hand over to `kernels.py`, and under
-`torch.compile`, which fuses the rest itself, what concerns the weights to `operators.py`.
+The method (defazio2018, section 4.1) is in `functional.py`; here it becomes layers, each with the signature of
+the torch layer it stands for, with running statistics, gain and offset. On CUDA layers hand over to
+`kernels/layer.py`, and under `torch.compile`, which fuses the rest itself, what concerns the weights to
+`kernels/operators.py`.
 
 >>> layer = equinorm.nn.EquiNormConv2d(64, 128, 3, padding=1)     # for nn.Conv2d and its nn.BatchNorm2d
 """
@@ -25,16 +12,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..launch import compilable, dense, kernels
+from .functional import EPS, balanced_signs, equilibrate, input_means, output_size, spatial_ratio, swap_channels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,204 +30,14 @@ __all__ = [
     "EquiNormConv2d",
     "EquiNormConv3d",
     "EquiNormConvTranspose2d",
+    "EquiNormLayer",
     "EquiNormLinear",
-    "balanced_signs",
-    "equilibrate",
-    "input_means",
-    "shift_and_scale",
-    "spatial_ratio",
-    "swap_channels",
 ]
 
-EPS = 1e-5
-"""A sum smaller than this part of its absolute terms counts as zero; rounding errors stay well below."""
-TINY = 1e-12
-"""Mean inputs and weights of this size count as zero; the square of 1 / TINY is still finite in float32."""
-
-Layer = TypeVar("Layer", bound="_EquiNorm")
+Layer = TypeVar("Layer", bound="EquiNormLayer")
 
 
-# -- the method, as functions of tensors -------------------------------------------------------------------
-
-
-def input_means(
-    x: Tensor, fraction: float = 1.0, channel_dim: int = 1, process_group: ProcessGroup | None = None
-) -> Tensor:
-    """The mean input of every channel: v_c of section 4.1, divided by the number of elements it sums.
-
-    Axis 0 counts samples, and only the first ceil(fraction · batch) are read (section 6.1 takes the first
-    quarter); with `channel_dim=0` the input is one sample without a batch axis. In float32 or wider. With a
-    process group the mean is over the elements of all its processes, and gradients go back to all of them.
-
-    >>> v = input_means(torch.rand(32, 16, 8, 8), fraction=0.25)     # shape (16,), from 8 samples
-    """
-    if channel_dim > 0 and fraction < 1.0:
-        x = x[: stats_samples(fraction, x.shape[0])]
-    other_dims = [dim for dim in range(x.dim()) if dim != channel_dim]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    # a sum over no axes would be one over all
-    sums = x.sum(other_dims, dtype=dtype) if other_dims else x.to(dtype)
-    count = x.numel() // x.shape[channel_dim]
-    if process_group is None:
-        return sums / max(count, 1)
-    # processes may hold batches of different sizes: their sums and counts travel in one message
-    packed = torch.cat([sums, torch.full((1,), count, dtype=dtype, device=x.device)])
-    packed = _AllReduceSum.apply(packed, process_group)
-    return packed[:-1] / packed[-1].clamp_min(1.0)
-
-
-def stats_samples(fraction: float, batch: int) -> int:
-    """How many samples of a batch supply the statistics: ceil(fraction · batch)."""
-    # less a hair, because 0.07 · 100 is a little above 7 in floating point
-    return math.ceil(fraction * batch - 1e-9)
-
-
-class _AllReduceSum(torch.autograd.Function):
-    """The sum over a process group; its gradient is the sum of the gradients of all processes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, process_group: ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=process_group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _AllReduceSum.apply(grads[0], ctx.process_group), None
-
-
-def spatial_ratio(size_in: Sequence[int], size_out: Sequence[int], stride: Sequence[int]) -> float:
-    """ρ = Π stride · size_out / size_in over the spatial axes: the paper's r, for means instead of sums.
-
-    1 for a convolution of stride 1 with "same" padding. For a transposed convolution pass strides of 1: its
-    stride spreads the outputs out and throws none away, so ρ = Π size_out / size_in.
-    """
-    rho = 1.0
-    for axis, size in enumerate(size_in):
-        rho *= stride[axis] * size_out[axis] / size
-    return rho
-
-
-def output_size(
-    size_in: Sequence[int],
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> list[int]:
-    """The spatial size of what a convolution puts out; not positive where its window does not fit."""
-    return [
-        (size + 2 * padding[axis] - dilation[axis] * (kernel_size[axis] - 1) - 1) // stride[axis] + 1
-        for axis, size in enumerate(size_in)
-    ]
-
-
-def shift_and_scale(
-    weight: Tensor,
-    means: Tensor,
-    rho: float = 1.0,
-    groups: int = 1,
-    two_pass: bool = False,
-    eps: float = EPS,
-) -> tuple[Tensor, Tensor]:
-    """b_d and s_d of every output channel (section 4.1), in float32 or wider.
-
-    `weight` has shape (out, in / groups, *window) and `means` shape (in,); sums over input channels run over
-    the output's own group. The default is the single pass formulation of all the paper's experiments (end of
-    section 4.1), for which a weight is positive if w > 0; with `two_pass` it is if w + b > 0.
-
-    The paper has no ε. Here a denominator counts as zero if it is not larger than `eps` times the same sum of
-    absolute values (or than TINY), and only then is the formula left:
-
-    - Σ_c v_c against Σ_c |v_c|; zero without inputs, or when positive and negative ones cancel. Every channel
-      of the group is then taken to have the mean of |v_c|, or 1 where that is zero too.
-    - Σ_c v_c w'_dc against Σ_c |v_c| |w|_dc, the L1 norm of the kernel under its inputs; zero for a kernel of
-      one sign (single pass) or of equal weights (two passes). The kernel is then divided by that norm, or by
-      Σ_c |v_c| where it is zero too.
-
-    Values and gradients stay finite, and gradients are those of what was computed.
-    """
-    outputs, inputs = weight.shape[0], weight.shape[1]
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    w = weight.to(dtype).reshape(groups, outputs // groups, inputs, -1)
-    v = _usable_means(means.to(dtype).reshape(groups, 1, inputs), eps)[..., None]
-    # products and sums instead of matrix products, which autocast would round; all over the same axes, so that
-    # torch.compile takes them in one pass
-    kernel = (-2, -1)
-    b = -(v * w).sum(kernel) / (w.shape[-1] * v.sum(kernel))
-    if two_pass:
-        contribution = (v * F.relu(w + b[..., None, None])).sum(kernel)
-    else:
-        positive = v * (w > 0)
-        contribution = (positive * w).sum(kernel) + b * positive.sum(kernel)
-
-    inputs_l1 = v.abs().sum(kernel)
-    kernel_l1 = (v.abs() * w.abs()).sum(kernel)
-    instead = torch.where(kernel_l1 > TINY * inputs_l1, kernel_l1, inputs_l1)
-    usable = contribution.abs() > eps * kernel_l1 + TINY * inputs_l1
-    s = rho / torch.where(usable, contribution, instead)
-    return b.flatten(), s.flatten()
-
-
-def _usable_means(v: Tensor, eps: float) -> Tensor:
-    """`v` of shape (groups, 1, in / groups), with equal channels in those groups whose sum counts as zero."""
-    l1 = v.abs().sum(-1, keepdim=True)
-    level = l1 / v.shape[-1]
-    level = torch.where(level > TINY, level, torch.ones_like(level))
-    return torch.where(v.sum(-1, keepdim=True).abs() > eps * l1 + TINY, v, level)
-
-
-def equilibrate(
-    weight: Tensor, means: Tensor, rho: float = 1.0, *, gain: Tensor | None = None, **options: Any
-) -> Tensor:
-    """w'' = s (w + b), the weights in equilibrium (section 4.1), in float32 or wider; times a gain per output.
-
-    `options` are those of `shift_and_scale`: groups, two_pass and eps.
-
-    >>> y = F.conv2d(x, equilibrate(weight, input_means(x)), padding=1)
-    """
-    b, s = shift_and_scale(weight, means, rho, **options)
-    if gain is not None:
-        s = s * gain
-    per_output = (-1,) + (1,) * (weight.dim() - 1)
-    return s.view(per_output) * (weight + b.view(per_output))
-
-
-def swap_channels(weight: Tensor, groups: int = 1) -> Tensor:
-    """From (in, out / groups, *window), how transposed convolutions keep it, to (out, in / groups, *window).
-
-    And back: the same swap within every group.
-    """
-    grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-    return grouped.transpose(1, 2).flatten(0, 1)
-
-
-def balanced_signs(weight: Tensor) -> Tensor:
-    """`weight` (out, ...) with new random signs in the output channels that have only one (section 5.2).
-
-    Signs are drawn until both occur. Magnitudes stay, and so do channels that had both signs. A channel is
-    the whole fan-in of an output: the window of a single input channel may be all positive.
-    """
-    flat = weight.detach().flatten(1).clone()
-    hopeless = (flat.abs() > 0).sum(1) < 2  # NaN counts as zero: no signs help it either
-    if hopeless.any():
-        raise ValueError(
-            f"output channel {int(hopeless.nonzero()[0])} has fewer than two weights other than zero, and no "
-            f"signs balance those; initialize the weights before their signs are balanced"
-        )
-    while True:
-        one_signed = ~((flat > 0).any(1) & (flat < 0).any(1))
-        if not one_signed.any():
-            return flat.view_as(weight)
-        magnitudes = flat[one_signed].abs()
-        flat[one_signed] = magnitudes * (2 * torch.randint_like(magnitudes, 2) - 1)
-
-
-# -- the layers --------------------------------------------------------------------------------------------
-
-
-class _EquiNorm(nn.Module):
+class EquiNormLayer(nn.Module):
     """What all EquiNorm layers share; each inherits first from this, then from the torch layer it extends."""
 
     _plain: ClassVar[Any]
@@ -366,7 +162,7 @@ class _EquiNorm(nn.Module):
     def _weight_and_bias(self, means: Tensor, rho: float) -> tuple[Tensor, Tensor | None]:
         """What the operation takes; for `torch.compile` on CUDA, by one kernel each way."""
         weight, gain, bias = self._output_first(), self.gain, self.bias
-        if not (compilable("equinorm.equilibrium.operators", weight, gain, bias) and dense(weight)):
+        if not (compilable("equinorm.equilibrium.kernels.operators", weight, gain, bias) and dense(weight)):
             return self._rounded(self._effective_weight(means, rho)), bias
         dtype = self._operation_dtype()
         options = (self._groups(), self.two_pass, self.eps, dtype)
@@ -414,8 +210,8 @@ class _EquiNorm(nn.Module):
         if (self.process_group if self.training else running) is not None:
             return None  # the statistics are not those of these inputs alone
         weight, gain, bias = self.weight, self.gain, self.bias
-        found = kernels("equinorm.equilibrium.kernels", x, weight, gain, bias, running, plus)
-        if found is None:
+        fast = kernels("equinorm.equilibrium.kernels", x, weight, gain, bias, running, plus)
+        if fast is None:
             return None
         autocast = _autocast_dtype(x.device.type)
         dtype = autocast or weight.dtype
@@ -423,21 +219,22 @@ class _EquiNorm(nn.Module):
             return None  # torch's own error is the better one
         if plus is not None and plus.dtype != dtype:
             return None  # the sum might have that dtype
-        rows, settings = self._fused_settings(x, dtype, found)
+        rows, settings = self._fused_settings(x, dtype, fast)
         if settings is None:
             return None
         if rows.dtype != dtype:
             rows = rows.to(dtype)
         tracking = None
         if self.training and running is not None:
-            tracking = found.Tracking(running, self.num_batches_tracked, self.momentum)
-        plan = found.plan_for(rows, weight, gain, bias, settings, tracking)
+            tracking = fast.Tracking(running, self.num_batches_tracked, self.momentum)
+        parameters = fast.Parameters(weight, gain, bias)
+        plan = fast.plan_for(rows, parameters, settings, tracking)
         if plan is None:
             return None
-        y: Tensor = found.run(plan, rows, weight, gain, bias, tracking, found.After(plus, relu))
+        y: Tensor = fast.run(plan, rows, parameters, tracking, fast.After(plus, relu))
         return y if rows.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
-    def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
+    def _fused_settings(self, x: Tensor, dtype: torch.dtype, fast: Any) -> tuple[Tensor, Any]:
         """(x as (batch, channels, ...), the layer in the words of the kernels); None where they have none."""
         return x, None
 
@@ -478,7 +275,7 @@ class _EquiNorm(nn.Module):
 
         >>> layer = EquiNormConv2d.from_plain(conv, stats_fraction=0.25)
         """
-        if not isinstance(plain, cls._plain) or isinstance(plain, _EquiNorm):
+        if not isinstance(plain, cls._plain) or isinstance(plain, EquiNormLayer):
             expected, got = cls._plain.__name__, type(plain).__name__
             raise TypeError(f"{cls.__name__}.from_plain takes an nn.{expected}, got {got}")
         arguments = {name: getattr(plain, name) for name in cls._arguments}
@@ -519,7 +316,7 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
 
 def _options() -> list[inspect.Parameter]:
     """The keyword-only arguments that EquiNorm layers have on top of the torch layer's."""
-    parameters = inspect.signature(_EquiNorm.__init__).parameters.values()
+    parameters = inspect.signature(EquiNormLayer.__init__).parameters.values()
     return [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
@@ -529,7 +326,7 @@ def _copy_of(parameter: Tensor, like: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-class _EquiNormConvNd(_EquiNorm):
+class _EquiNormConvNd(EquiNormLayer):
     """What the convolutions share."""
 
     _arguments: ClassVar[tuple[str, ...]] = (
@@ -580,21 +377,10 @@ class _EquiNormConvNd(_EquiNorm):
     def _groups(self) -> int:
         return self.groups
 
-    def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
-        return x, found.convolution_settings(
-            x.shape,
-            self.in_channels,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.padding_mode,
-            self.stats_fraction,
-            self.two_pass,
-            self.eps,
-            dtype,
-        )
+    def _fused_settings(self, x: Tensor, dtype: torch.dtype, fast: Any) -> tuple[Tensor, Any]:
+        geometry = fast.Geometry(*(getattr(self, name) for name in fast.Geometry._fields))
+        options = fast.Options(self.stats_fraction, self.two_pass, self.eps, dtype)
+        return x, fast.convolution_settings(x.shape, geometry, options)
 
 
 class EquiNormConv1d(_EquiNormConvNd, nn.Conv1d):
@@ -683,7 +469,7 @@ class EquiNormConvTranspose2d(_EquiNormConvNd, nn.ConvTranspose2d):
         return swap_channels(output_first, self.groups)
 
 
-class EquiNormLinear(_EquiNorm, nn.Linear):
+class EquiNormLinear(EquiNormLayer, nn.Linear):
     """`nn.Linear` with its weights in equilibrium; options as with `EquiNormConv2d`.
 
     The mean input is taken over all axes but the last; `stats_fraction` counts along the first.
@@ -705,8 +491,9 @@ class EquiNormLinear(_EquiNorm, nn.Linear):
             )
         return self._normalized(input, input.dim() - 1, 1.0, lambda weight, bias: F.linear(input, weight, bias))
 
-    def _fused_settings(self, x: Tensor, dtype: torch.dtype, found: Any) -> tuple[Tensor, Any]:
+    def _fused_settings(self, x: Tensor, dtype: torch.dtype, fast: Any) -> tuple[Tensor, Any]:
         if x.dim() < 2 or not x.is_contiguous():
             return x, None
-        settings = found.linear_settings(x.shape, self.in_features, self.stats_fraction, self.two_pass, self.eps, dtype)
+        options = fast.Options(self.stats_fraction, self.two_pass, self.eps, dtype)
+        settings = fast.linear_settings(x.shape, self.in_features, options)
         return x if x.dim() == 2 else x.view(-1, x.shape[-1]), settings

@@ -17,14 +17,14 @@ from ..models.plan import Norm, Plan
 from ..models.replacing import fuse_layers
 from ..models.surgery import gain_and_offset, torch_layer
 from ..registry import Method
+from .functional import EPS
 from .layers import (
-    EPS,
     EquiNormConv1d,
     EquiNormConv2d,
     EquiNormConv3d,
     EquiNormConvTranspose2d,
+    EquiNormLayer,
     EquiNormLinear,
-    _EquiNorm,
 )
 
 __all__ = ["METHODS"]
@@ -50,7 +50,7 @@ def _plan(plan: Plan, depthwise: bool, balance_signs: bool, **options: Any) -> N
             return "a depthwise convolution, with one input channel per output; convert it with depthwise=True"
         return _layer(kind, layer, norm, balance_signs, options)
 
-    fuse_layers(plan, make, lambda module: isinstance(module, _EquiNorm))
+    fuse_layers(plan, make, lambda module: isinstance(module, EquiNormLayer))
     for call in plan.layers():
         if call.path in plan.converted and any(s not in plan.graph.not_negative for s in call.inputs):
             plan.remark(call.path, "its inputs may be negative, which the method is not made for")
@@ -85,7 +85,7 @@ def _layer(
 
 
 def _plain(layer: nn.Module) -> nn.Module | str:
-    assert isinstance(layer, _EquiNorm)
+    assert isinstance(layer, EquiNormLayer)
     if layer.running_mean is None:
         return "it keeps no running statistics, so its weights depend on the batch"
     plain: nn.Module = layer.to_plain()
@@ -110,7 +110,7 @@ METHODS = (
             "depthwise": False,
             "balance_signs": True,
         },
-        layers={_EquiNorm: _plain},
+        layers={EquiNormLayer: _plain},
         instead=LAYERS,
     ),
 )

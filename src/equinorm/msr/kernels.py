@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, Written, channels_last, is_capturing, on_device
+from ..launch import DeviceTable, Launch, channels_last, is_capturing, on_device
 
 __all__ = ["GradientAdapter", "Kernel", "noisy", "scaled_kernel"]
 
@@ -289,7 +289,7 @@ class _Launch:
         self.firsts = torch.tensor([0, *accumulate(parts)][:-1], dtype=torch.int32, device=device)
         owners = torch.arange(len(parts), dtype=torch.int32)
         self.owners = torch.repeat_interleave(owners, torch.tensor(parts)).to(device)
-        self.pointers = Written(addresses, torch.int64, device)
+        self.pointers = DeviceTable(addresses, torch.int64, device)
 
     def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
         """Of these tensors, on the device."""

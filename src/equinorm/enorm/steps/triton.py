@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import Launch, Written, is_capturing, on_device
+from ...launch import DeviceTable, Launch, is_capturing, on_device
 from ..biases import Gains
 from .fused import FusedStep
 from .protocol import Problem
@@ -870,7 +870,7 @@ class TritonStep(FusedStep):
         self._factors = torch.ones(len(channels), self._entries, dtype=self.dtype, device=device)
         self._kinds = torch.tensor(kinds, dtype=torch.int32, device=device)
         self._weight_kind, self._kind = _common(kinds[:: self._slots]), _common(kinds)
-        self._table = Written(len(kinds), torch.int64, device)
+        self._table = DeviceTable(len(kinds), torch.int64, device)
         self.forget()
 
     def forget(self) -> None:
@@ -1102,8 +1102,8 @@ class Descent(ParameterLayouts):
         kinds = [KINDS[q.dtype] for q in parameters for _ in range(3)]
         self.kinds, self.kind = torch.tensor(kinds, dtype=torch.int32, device=device), _common(kinds)
         self.groups = torch.tensor(groups, dtype=torch.int32, device=device)
-        self.table = Written(len(kinds), torch.int64, device)
-        self.numbers = Written(6 * (max(groups) + 1), torch.float64, device)
+        self.table = DeviceTable(len(kinds), torch.int64, device)
+        self.numbers = DeviceTable(6 * (max(groups) + 1), torch.float64, device)
         self._step = step
 
     def tile_source(self) -> TileSource:

@@ -24,22 +24,22 @@ from ...msr import InputNoise, ScaledKernel
 
 __all__ = ["Conv2d", "Residual", "fused_kernels", "in_turn"]
 
-_wanted = False
+_fusing = False
 
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
     """Use the kernels in here."""
-    global _wanted
-    before, _wanted = _wanted, True
+    global _fusing
+    before, _fusing = _fusing, True
     try:
         yield
     finally:
-        _wanted = before
+        _fusing = before
 
 
 def _kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
-    return kernels(f"equinorm.lab.nets.kernels.{name}", *tensors) if _wanted else None
+    return kernels(f"equinorm.lab.nets.kernels.{name}", *tensors) if _fusing else None
 
 
 class Conv2d(nn.Conv2d):
@@ -54,9 +54,9 @@ class Conv2d(nn.Conv2d):
 
     def _then(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor:
         weight, log_scale = self._scaled_weight()
-        found = _kernels("convolution", x, weight, plus, log_scale, self.bias) if self.is_simple else None
-        if found is not None and x.dtype == _precision(x, weight) and found.fits(x, weight):
-            out: Tensor = found.conv3x3(x, weight, plus, relu, log_scale, self.bias)
+        fast = _kernels("convolution", x, weight, plus, log_scale, self.bias) if self.is_simple else None
+        if fast is not None and x.dtype == _precision(x, weight) and fast.fits(x, weight):
+            out: Tensor = fast.conv3x3(x, weight, plus, relu, log_scale, self.bias)
             return out
         out = self._conv_forward(x, weight if log_scale is None else self.weight, self.bias)
         out = out if plus is None else out + plus
@@ -64,7 +64,7 @@ class Conv2d(nn.Conv2d):
 
     def _scaled_weight(self) -> tuple[Tensor, Tensor | None]:
         """V and g where the weight is e^g · V and that can be done on its way; else the weight."""
-        if _wanted and parametrize.is_parametrized(self, "weight"):
+        if _fusing and parametrize.is_parametrized(self, "weight"):
             steps = originals(self)
             if len(steps) == 1 and isinstance(steps[0], ScaledKernel):
                 return steps.original, steps[0].g
@@ -143,7 +143,7 @@ def in_turn(sequence: nn.Module, x: Tensor) -> Tensor:
 
 def _in_turn(modules: list[nn.Module], x: Tensor, plus: Tensor | None = None) -> Tensor:
     """One after the other; the last of x plus something."""
-    alone = not _wanted or _listened_to(modules)
+    alone = not _fusing or _listened_to(modules)
     parts = modules
     if not alone:
         parts = [part for module in modules for part in _flat(module)]
@@ -188,15 +188,15 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
 
 def _residuals(first: Residual, parts: list[nn.Module], x: Tensor) -> tuple[Tensor | None, int]:
     """What as many parts as are residual units of small convolutions, alike `first`, make of x; and how many."""
-    found = _kernels("convolution", x)
-    if found is None:  # before weights are made
+    fast = _kernels("convolution", x)
+    if fast is None:  # before weights are made
         return None, 0
     units: list[tuple[Tensor | None, ...]] = []
     for part in parts:
         if not isinstance(part, Residual) or part.amplitude != first.amplitude or (unit := _unit(part, x)) is None:
             break
-        units.append(found.Unit(*unit))
-    return (found.residuals(first.noise(x), units, first.amplitude), len(units)) if units else (None, 0)
+        units.append(fast.Unit(*unit))
+    return (fast.residuals(first.noise(x), units, first.amplitude), len(units)) if units else (None, 0)
 
 
 def _unit(unit: Residual, x: Tensor) -> tuple[Tensor | None, ...] | None:
@@ -205,12 +205,12 @@ def _unit(unit: Residual, x: Tensor) -> tuple[Tensor | None, ...] | None:
         return None
     (one, scale), (other, other_scale) = (conv._scaled_weight() for conv in unit.convolutions)
     bias, other_bias = (conv.bias for conv in unit.convolutions)
-    found = _kernels("convolution", x, one, other, scale, other_scale, bias, other_bias)
+    fast = _kernels("convolution", x, one, other, scale, other_scale, bias, other_bias)
     alike = (one.shape, one.stride(), scale is None) == (other.shape, other.stride(), other_scale is None)
-    if found is None or not alike or not x.dtype == _precision(x, one) == _precision(x, other):
+    if fast is None or not alike or not x.dtype == _precision(x, one) == _precision(x, other):
         return None
     weights = (one, other, scale, other_scale, bias, other_bias)
-    return weights if found.fits(x, one) and found.fits(x, other) else None
+    return weights if fast.fits(x, one) and fast.fits(x, other) else None
 
 
 def _is_pool(module: nn.Module | None) -> bool:
@@ -222,19 +222,19 @@ def _is_pool(module: nn.Module | None) -> bool:
 
 def _pooled(pool: nn.Module | None, x: Tensor) -> Tensor | None:
     """pool(relu(x)) in one kernel, if it can be launched."""
-    found = _kernels("pooling", x) if _is_pool(pool) else None
-    return found.relu_max_pool(x) if found is not None and found.fits(x) else None
+    fast = _kernels("pooling", x) if _is_pool(pool) else None
+    return fast.relu_max_pool(x) if fast is not None and fast.fits(x) else None
 
 
 def _normalized(norm: nn.Module, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor | None:
     """norm(x) + plus, or relu of that, in two kernels, if there are some for the norm and these can be launched."""
     out: Tensor | None = None
     if type(norm) is nn.BatchNorm2d and norm.training and norm.momentum is not None:
-        if found := _norm_kernels(norm, x, plus):
+        if fast := _norm_kernels(norm, x, plus):
             running = norm.running_mean, norm.running_var, norm.num_batches_tracked
-            out = found.batch_norm(x, norm.weight, norm.bias, *running, norm.momentum, norm.eps, plus, relu)
-    elif type(norm) is nn.GroupNorm and (found := _norm_kernels(norm, x, plus, norm.num_groups)):
-        out = found.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, plus, relu)
+            out = fast.batch_norm(x, norm.weight, norm.bias, *running, norm.momentum, norm.eps, plus, relu)
+    elif type(norm) is nn.GroupNorm and (fast := _norm_kernels(norm, x, plus, norm.num_groups)):
+        out = fast.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, plus, relu)
     return out
 
 
@@ -243,8 +243,8 @@ def _norm_kernels(
 ) -> ModuleType | None:
     if not norm.affine or norm.weight.dtype != torch.float32:
         return None
-    found = _kernels("normalization", x, plus, norm.weight, norm.bias)
-    return found if found is not None and found.fits(x, plus, groups) else None
+    fast = _kernels("normalization", x, plus, norm.weight, norm.bias)
+    return fast if fast is not None and fast.fits(x, plus, groups) else None
 
 
 def _listened_to(modules: Iterable[nn.Module]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...equilibrium.layers import _EquiNorm
+from ...equilibrium.layers import EquiNormLayer
 from ...models.parametrized import bake_weights_, parametrized_layers
 from ...weightnorm import InitReport, WeightNorm, data_dependent_init_, weight_norm_
 from .chain import Chain
@@ -42,7 +42,7 @@ def initialise_(model: nn.Module, init: str, classifier: nn.Module) -> None:
                 draw(layer.weight)
             if isinstance(layer.bias, Tensor):
                 layer.bias.zero_()
-        if isinstance(layer, _EquiNorm) and not layer.weight.is_meta:
+        if isinstance(layer, EquiNormLayer) and not layer.weight.is_meta:
             layer.balance_signs_()
 
 

@@ -118,15 +118,15 @@ class _Conv3x3(torch.autograd.Function):
         for_x, for_weight, for_plus, _, for_scale, for_bias = ctx.needs_input_grad
         if out is not None:
             grad = torch.ops.aten.threshold_backward(grad, out, 0)
-        sent = Sent(x, grad, weight, log_scale)
-        parts = _parts(sent) if for_weight or for_scale else None
-        grad_x, found = None, (None, None)
+        inputs = BackwardInputs(x, grad, weight, log_scale)
+        parts = _parts(inputs) if for_weight or for_scale else None
+        grad_x, grad_weight, grad_scale = None, None, None
         if for_x or _at_once(weight):
-            grad_x = _sent_back(sent, parts)
+            grad_x = _input_gradient(inputs, parts)
         if parts is not None:
-            (found,) = _weight_gradients(parts, sent)
+            ((grad_weight, grad_scale),) = _weight_gradients(parts, inputs)
         grad_bias = _bias_gradient(grad, bias) if for_bias else None
-        return grad_x, found[0], grad if for_plus else None, None, found[1], grad_bias
+        return grad_x, grad_weight, grad if for_plus else None, None, grad_scale, grad_bias
 
 
 class Unit(NamedTuple):
@@ -168,9 +168,15 @@ def _through(
             kept += x, inside
         seed = None if seeds is None or i == len(units) else seeds[i]
         x = _convolved(
-            inside, unit.second, unit.second_scale,
-            bias=unit.second_bias, plus=x, relu=True, seed=seed, noise=noise,
-        )  # fmt: skip
+            inside,
+            unit.second,
+            unit.second_scale,
+            bias=unit.second_bias,
+            plus=x,
+            relu=True,
+            seed=seed,
+            noise=noise,
+        )
     return x
 
 
@@ -189,18 +195,18 @@ class _Residuals(torch.autograd.Function):
         out, seeds, *others = ctx.saved_tensors
         kept, units = others[: ctx.kept], _units(others[ctx.kept :])
         grad = torch.ops.aten.threshold_backward(grad.contiguous(memory_format=torch.channels_last), out, 0)
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for i in range(len(units))[::-1]:
             unit, (x, inside) = units[i], kept[2 * i : 2 * i + 2]
-            second = Sent(inside, grad, unit.second, unit.second_scale)
+            second = BackwardInputs(inside, grad, unit.second, unit.second_scale)
             parts = _parts(second, 2)
-            first = Sent(x, _sent_back(second, parts[1], behind=True), unit.first, unit.first_scale)
+            first = BackwardInputs(x, _input_gradient(second, parts[1], behind=True), unit.first, unit.first_scale)
             bias_grads = [_bias_gradient(first.grad, unit.first_bias), _bias_gradient(grad, unit.second_bias)]
             seed = None if seeds is None or i == 0 else seeds[i]
-            grad = _sent_back(first, parts[0], behind=i > 0, plus=grad, seed=seed, noise=ctx.noise)
+            grad = _input_gradient(first, parts[0], behind=i > 0, plus=grad, seed=seed, noise=ctx.noise)
             grads, scale_grads = zip(*_weight_gradients(parts, first, second), strict=True)
-            found = [*grads, *scale_grads, *bias_grads, *found]
-        return grad, None, None, *found
+            gradients = [*grads, *scale_grads, *bias_grads, *gradients]
+        return grad, None, None, *gradients
 
 
 def _units(weights: Sequence[Any]) -> list[Unit]:
@@ -246,10 +252,31 @@ def _convolved(
     cut = TILES[max(channels, size)].out
     times = _times(pixels, cut)
     _convolve[(triton.cdiv(pixels, cut.pixels * times),)](
-        x, weight, log_scale, bias, plus, read, seed, out, parts, pixels, *strides, tap,
-        HEIGHT=height, WIDTH=width, IN=channels, OUT=size, TURNED=turned, RELU=relu, BEHIND=behind,
-        NOISE=0.0 if seed is None else noise, BLOCK=cut.pixels, TIMES=times, num_warps=cut.warps, num_stages=cut.stages,
-    )  # fmt: skip
+        x,
+        weight,
+        log_scale,
+        bias,
+        plus,
+        read,
+        seed,
+        out,
+        parts,
+        pixels,
+        *strides,
+        tap,
+        HEIGHT=height,
+        WIDTH=width,
+        IN=channels,
+        OUT=size,
+        TURNED=turned,
+        RELU=relu,
+        BEHIND=behind,
+        NOISE=0.0 if seed is None else noise,
+        BLOCK=cut.pixels,
+        TIMES=times,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+    )
     return out
 
 
@@ -284,9 +311,17 @@ def _factors(seed, pixel, OUT: tl.constexpr, NOISE: tl.constexpr):
 
 @triton.jit
 def _tap(
-    weight, scale, tap, in_stride, out_stride, tap_stride,
-    IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+    weight,
+    scale,
+    tap,
+    in_stride,
+    out_stride,
+    tap_stride,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    TURNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """What the pixel in one of nine directions is multiplied by."""
     a, b = tl.arange(0, IN), tl.arange(0, OUT)
     weight += (8 - tap if TURNED else tap) * tap_stride
@@ -298,10 +333,30 @@ def _tap(
 
 @triton.jit
 def _convolve(
-    x, weight, log_scale, bias, plus, read, seed, out, parts, pixels, in_stride, out_stride, tap_stride,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr,
-    RELU: tl.constexpr, BEHIND: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, TIMES: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    log_scale,
+    bias,
+    plus,
+    read,
+    seed,
+    out,
+    parts,
+    pixels,
+    in_stride,
+    out_stride,
+    tap_stride,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    TURNED: tl.constexpr,
+    RELU: tl.constexpr,
+    BEHIND: tl.constexpr,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TIMES: tl.constexpr,
+):
     a, b = tl.arange(0, IN), tl.arange(0, OUT)
     DTYPE: tl.constexpr = x.dtype.element_ty
     if log_scale is not None:
@@ -353,7 +408,7 @@ def _convolve(
             tl.store(parts + (8 - tap) * OUT, sums[tap])
 
 
-class Sent(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What a convolution has read, the gradient of what it gave, its weight, and the logarithm of its scales."""
 
     x: Tensor
@@ -362,30 +417,32 @@ class Sent(NamedTuple):
     log_scale: Tensor | None
 
 
-def _sent_back(sent: Sent, parts: Tensor | None, **after: Any) -> Tensor:
+def _input_gradient(inputs: BackwardInputs, parts: Tensor | None, **after: Any) -> Tensor:
     """The gradient of what a convolution has read; `parts` are given those of its weight's if they are made at once."""
-    if not _at_once(sent.weight):
+    if not _at_once(inputs.weight):
         parts = None
-    return _convolved(sent.grad, sent.weight, sent.log_scale, turned=True, read=sent.x, parts=parts, **after)
+    return _convolved(inputs.grad, inputs.weight, inputs.log_scale, turned=True, read=inputs.x, parts=parts, **after)
 
 
 def _at_once(weight: Tensor) -> bool:
     return TILES[max(weight.shape[:2])].weight is None
 
 
-def _parts(sent: Sent, count: int = 1) -> Tensor:
+def _parts(inputs: BackwardInputs, count: int = 1) -> Tensor:
     """Room for the sums over shares of the pixels that make the weight's gradient, of `count` convolutions alike."""
-    pixels = sent.x.numel() // sent.x.shape[1]
-    out, weight, _ = TILES[max(sent.weight.shape[:2])]
+    pixels = inputs.x.numel() // inputs.x.shape[1]
+    out, weight, _ = TILES[max(inputs.weight.shape[:2])]
     share = out.pixels * _times(pixels, out) if weight is None else _share(pixels, weight)
-    return sent.x.new_empty((count, triton.cdiv(pixels, share), sent.weight.numel()), dtype=torch.float32)
+    return inputs.x.new_empty((count, triton.cdiv(pixels, share), inputs.weight.numel()), dtype=torch.float32)
 
 
 def _share(pixels: int, cut: Cut) -> int:
     return triton.cdiv(triton.cdiv(pixels, cut.programs), cut.pixels) * cut.pixels
 
 
-def _weight_gradients(parts: Tensor, first: Sent, second: Sent | None = None) -> list[tuple[Tensor, Tensor | None]]:
+def _weight_gradients(
+    parts: Tensor, first: BackwardInputs, second: BackwardInputs | None = None
+) -> list[tuple[Tensor, Tensor | None]]:
     """Gradients of weight and scales, of one convolution or of two that are alike; parts made before are summed."""
     both = [first] if second is None else [first, second]
     other = [None] * 4 if second is None else second
@@ -395,23 +452,54 @@ def _weight_gradients(parts: Tensor, first: Sent, second: Sent | None = None) ->
     cut = TILES[max(a, b)].weight
     if cut is not None:
         _weight_parts[(parts.shape[1], 3, len(both))](
-            first.x, first.grad, *other[:2], parts, pixels, _share(pixels, cut),
-            HEIGHT=height, WIDTH=width, IN=a, OUT=b, BLOCK=cut.pixels, num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
-    found = [(torch.empty_like(w), None if g is None else torch.empty_like(g)) for _, _, w, g in both]
+            first.x,
+            first.grad,
+            *other[:2],
+            parts,
+            pixels,
+            _share(pixels, cut),
+            HEIGHT=height,
+            WIDTH=width,
+            IN=a,
+            OUT=b,
+            BLOCK=cut.pixels,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+    gradients = [(torch.empty_like(w), None if g is None else torch.empty_like(g)) for _, _, w, g in both]
     block = triton.next_power_of_2(9 * a)
     _sum_parts[(b, len(both))](
-        parts, *first[2:], *found[0], *other[2:], *(found[1] if second else (None, None)), parts.shape[1],
-        *_strides(first.weight), IN=a, SIZE=b * 9 * a, BLOCK=block, PARTS=16384 // block, num_warps=8,
-    )  # fmt: skip
-    return found
+        parts,
+        *first[2:],
+        *gradients[0],
+        *other[2:],
+        *(gradients[1] if second else (None, None)),
+        parts.shape[1],
+        *_strides(first.weight),
+        IN=a,
+        SIZE=b * 9 * a,
+        BLOCK=block,
+        PARTS=16384 // block,
+        num_warps=8,
+    )
+    return gradients
 
 
 @triton.jit
 def _weight_parts(
-    x, grad, other_x, other_grad, parts, pixels, share,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    other_x,
+    other_grad,
+    parts,
+    pixels,
+    share,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The three taps of one row of the kernel, summed over one share of the pixels.
 
     If there are other images and gradients, half of the programs do the same for those.
@@ -439,17 +527,31 @@ def _weight_parts(
 
 @triton.jit
 def _sum_parts(
-    parts, weight, log_scale, found, found_scale, other, other_log_scale, other_found, other_found_scale,
-    count, out_stride, in_stride, tap_stride,
-    IN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one filter; half of the programs are for those of the other weight, if that is wanted."""
+    parts,
+    weight,
+    log_scale,
+    grad_weight,
+    grad_scale,
+    other,
+    other_log_scale,
+    other_grad_weight,
+    other_grad_scale,
+    count,
+    out_stride,
+    in_stride,
+    tap_stride,
+    IN: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The gradient of one filter; half of the programs are for those of the other weight, if there is one."""
     b, i = tl.program_id(0), tl.arange(0, BLOCK)
-    if other_found is not None:  # noqa: SIM102 - known when compiled; the next when run
+    if other_grad_weight is not None:  # noqa: SIM102 - known when compiled; the next when run
         if tl.program_id(1) == 1:
-            parts, weight, found = parts + count * SIZE, other, other_found
+            parts, weight, grad_weight = parts + count * SIZE, other, other_grad_weight
             if log_scale is not None:
-                log_scale, found_scale = other_log_scale, other_found_scale
+                log_scale, grad_scale = other_log_scale, other_grad_scale
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, PARTS):
         part = start + tl.arange(0, PARTS)
@@ -458,5 +560,5 @@ def _sum_parts(
     place = b * out_stride + (i // IN) * tap_stride + (i % IN) * in_stride
     if log_scale is not None:
         total *= tl.exp(tl.load(log_scale + b).to(tl.float32))
-        tl.store(found_scale + b, tl.sum(total * tl.load(weight + place, i < 9 * IN, 0.0).to(tl.float32), 0))
-    tl.store(found + place, total.to(found.dtype.element_ty), i < 9 * IN)
+        tl.store(grad_scale + b, tl.sum(total * tl.load(weight + place, i < 9 * IN, 0.0).to(tl.float32), 0))
+    tl.store(grad_weight + place, total.to(grad_weight.dtype.element_ty), i < 9 * IN)

@@ -108,9 +108,21 @@ class _Normalization(torch.autograd.Function):
         out = torch.empty_like(x)
         _moments[grid](x, partial, **sizes)
         _normalize[grid](
-            x, plus, out, weight, bias, partial, moments, running_mean, running_var, batches, momentum, eps,
-            RELU=relu, **sizes,
-        )  # fmt: skip
+            x,
+            plus,
+            out,
+            weight,
+            bias,
+            partial,
+            moments,
+            running_mean,
+            running_var,
+            batches,
+            momentum,
+            eps,
+            RELU=relu,
+            **sizes,
+        )
         ctx.save_for_backward(x, weight, bias, moments, out if plus is not None else None)
         ctx.relu, ctx.plus, ctx.group = relu, plus is not None, group
         return out
@@ -127,9 +139,18 @@ class _Normalization(torch.autograd.Function):
         grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
         grad_plus = (grad if rectified is None else rectified) if ctx.plus else None
         _backward[grid](
-            grad if rectified is None else rectified, x, grad_x, grad_weight, grad_bias, weight, bias, moments, partial,
-            RELU=ctx.relu and rectified is None, **sizes,
-        )  # fmt: skip
+            grad if rectified is None else rectified,
+            x,
+            grad_x,
+            grad_weight,
+            grad_bias,
+            weight,
+            bias,
+            moments,
+            partial,
+            RELU=ctx.relu and rectified is None,
+            **sizes,
+        )
         if ctx.group:  # each image has left its own
             grad_weight, grad_bias = (partial[1] * moments[1]).sum(0), partial[0].sum(0)
         return grad_x, grad_weight, grad_bias, grad_plus, *([None] * 7)
@@ -141,9 +162,17 @@ def _floats(x: Tensor, *shape: int) -> Tensor:
 
 @triton.jit
 def _moments(
-    x, partial, pixels, share, shares, channels,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
+    x,
+    partial,
+    pixels,
+    share,
+    shares,
+    channels,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+):
     """Mean and sum of squared deviations of one share; tile by tile, merged as by Chan et al. 1979."""
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -189,10 +218,28 @@ def _own_moments(moments, number, channel, shares, channels, GROUP: tl.constexpr
 
 @triton.jit
 def _normalize(
-    x, plus, out, weight, bias, partial, moments, running_mean, running_var, batches, momentum, eps,
-    pixels, share, shares, channels,
-    RELU: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
+    x,
+    plus,
+    out,
+    weight,
+    bias,
+    partial,
+    moments,
+    running_mean,
+    running_var,
+    batches,
+    momentum,
+    eps,
+    pixels,
+    share,
+    shares,
+    channels,
+    RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+):
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if GROUP:
@@ -242,10 +289,24 @@ def _normalize(
 
 @triton.jit
 def _backward_sums(
-    grad, x, out, rectified, weight, bias, moments, partial,
-    pixels, share, shares, channels,
-    RELU: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    out,
+    rectified,
+    weight,
+    bias,
+    moments,
+    partial,
+    pixels,
+    share,
+    shares,
+    channels,
+    RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+):
     """Sums of g and of g · (x − mean) over one share, g being what comes back through the ReLU."""
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -275,10 +336,25 @@ def _backward_sums(
 
 @triton.jit
 def _backward(
-    grad, x, grad_x, grad_weight, grad_bias, weight, bias, moments, partial,
-    pixels, share, shares, channels,
-    RELU: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
+    grad,
+    x,
+    grad_x,
+    grad_weight,
+    grad_bias,
+    weight,
+    bias,
+    moments,
+    partial,
+    pixels,
+    share,
+    shares,
+    channels,
+    RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+):
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mean, inverse = _own_moments(moments, number, channel, shares, channels, GROUP)

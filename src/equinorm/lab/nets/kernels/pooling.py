@@ -48,8 +48,10 @@ class _ReluMaxPool(torch.autograd.Function):
         n, channels, height, width = x.shape
         out = torch.empty(
             (n, channels, triton.cdiv(height, 2), triton.cdiv(width, 2)),
-            dtype=x.dtype, device=x.device, memory_format=torch.channels_last,
-        )  # fmt: skip
+            dtype=x.dtype,
+            device=x.device,
+            memory_format=torch.channels_last,
+        )
         which = torch.empty_like(out, dtype=torch.int8)
         grid, sizes = _cut(out, height, width)
         _pool[grid](x, out, which, **sizes)
@@ -90,9 +92,16 @@ def _windows(HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _pool(
-    x, out, which, windows, channels,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    which,
+    windows,
+    channels,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     window, channel, image, row, column = _windows(HEIGHT, WIDTH, ROWS, BLOCK)
     top, left = 2 * row - 1, 2 * column - 1
     most = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
@@ -122,9 +131,16 @@ def _look(grad, which, window, there, channels, channel):
 
 @triton.jit
 def _spread(
-    grad, which, grad_x, windows, channels,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad,
+    which,
+    grad_x,
+    windows,
+    channels,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of each window the four pixels of its centre, right, below and below right; they belong to no other program."""
     window, channel, image, row, column = _windows(HEIGHT, WIDTH, ROWS, BLOCK)
     DOWN: tl.constexpr = (HEIGHT + 1) // 2

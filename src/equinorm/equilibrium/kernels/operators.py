@@ -1,4 +1,4 @@
-"""Kernels as operations of torch, for `torch.compile`: the code it generates launches them as it does its own.
+"""The kernels of the weights as operations of torch, for `torch.compile`, whose code launches them as it does its own.
 
 Of the many small sums over the weights of an EquiNorm layer it would make half a dozen kernels each way; ours are one
 each. The sums over inputs and gradients stay in plain torch, where they are taken on the way of something else. Mean
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from .kernels import Convolution, Settings, _transform, _weight_gradient, transform_weight, transform_weight_backward
+from .weights import (
+    Equilibrium,
+    Parameters,
+    transform_kernel,
+    transform_weight,
+    transform_weight_backward,
+    weight_gradient_kernel,
+)
 
 __all__ = ["equilibrated", "equilibrated_backward"]
-
-
-def _settings(groups: int, two_pass: bool, eps: float, dtype: torch.dtype) -> Settings:
-    return Settings(Convolution((), (), (), groups), 1, 1.0, two_pass, eps, dtype)
 
 
 @triton_op("equinorm::equilibrated", mutates_args=())
@@ -31,14 +34,14 @@ def equilibrated(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`equilibrium.equilibrate` with ρ = 1, and the bias if there is one, in precision `dtype`; and what is kept.
+    """`functional.equilibrate` with ρ = 1, and the bias if there is one, in precision `dtype`; and what is kept.
 
     Means divided by ρ do the same as ρ does.
     """
-    settings = _settings(groups, two_pass, eps, dtype)
-    means, gain, bias = means[None].contiguous(), _contiguous(gain), _contiguous(bias)
-    kernel = wrap_triton(_transform)
-    out, offset, state = transform_weight(weight, means, gain, settings, bias=bias, kernel=kernel)
+    parameters = Parameters(weight, _contiguous(gain), _contiguous(bias))
+    equilibrium = Equilibrium(groups, two_pass=two_pass, eps=eps, dtype=dtype)
+    kernel = wrap_triton(transform_kernel)
+    out, offset, state = transform_weight(parameters, means[None].contiguous(), equilibrium, kernel=kernel)
     return out, _or_nothing(offset, weight), state
 
 
@@ -54,11 +57,14 @@ def equilibrated_backward(
     two_pass: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of weight, means, gain and bias."""
-    settings = _settings(groups, two_pass, 0.0, weight.dtype)
-    gain, grad_offset = _contiguous(gain), _contiguous(grad_offset)
-    others = {"bias": bias, "grad_offset": grad_offset, "kernel": wrap_triton(_weight_gradient)}
-    for_weight, for_gain, for_bias, partial = transform_weight_backward(grad, weight, gain, state, settings, **others)
-    return for_weight, partial.sum(0), _or_nothing(for_gain, weight), _or_nothing(for_bias, weight)
+    parameters = Parameters(weight, _contiguous(gain), bias)
+    equilibrium = Equilibrium(groups, two_pass=two_pass, eps=0.0, dtype=weight.dtype)
+    kernel = wrap_triton(weight_gradient_kernel)
+    gradients, for_means = transform_weight_backward(
+        grad, parameters, state, equilibrium, grad_offset=_contiguous(grad_offset), kernel=kernel
+    )
+    for_gain, for_bias = _or_nothing(gradients.gain, weight), _or_nothing(gradients.bias, weight)
+    return gradients.weight, for_means.sum(0), for_gain, for_bias
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -78,8 +84,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad: Tensor, grad_offset: Tensor, _: Any) -> tuple[Any, ...]:
     weight, gain, bias, state = ctx.saved_tensors
-    found = equilibrated_backward(grad, None if bias is None else grad_offset, weight, gain, bias, state, *ctx.options)
-    for_weight, for_means, for_gain, for_bias = found
+    for_offset = None if bias is None else grad_offset
+    gradients = equilibrated_backward(grad, for_offset, weight, gain, bias, state, *ctx.options)
+    for_weight, for_means, for_gain, for_bias = gradients
     for_gain, for_bias = None if gain is None else for_gain, None if bias is None else for_bias
     return for_weight, for_means, for_gain, for_bias, None, None, None, None
 
