@@ -47,10 +47,12 @@ from equinorm.files import write_text
 from equinorm.lab import nets as models
 from equinorm.lab.experiments import ruff2020
 from equinorm.lab.experiments.common import changed, toy_run
+from equinorm.lab.training.inputs import Inputs, Streamed, inputs_of
+from equinorm.lab.training.precision import precision
 from equinorm.lab.training.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.training.schedules import Constant
-from equinorm.lab.training.trainer import about, inputs_of, interruptible
-from equinorm.lab.training.training import Inputs, Streamed, Training, precision
+from equinorm.lab.training.trainer import about, interruptible
+from equinorm.lab.training.training import Training
 
 Row = dict[str, Any]
 FACTORS = [0.5 + 0.5 * i for i in range(8)]  # ½ ... 4 times the learning rate

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from equinorm.diagnostics import Context, plot_gradient_scans
 from equinorm.lab import nets as models
+from equinorm.lab.bench.throughput import random_images
 from equinorm.lab.experiments.common import toy_run
-from equinorm.lab.training.throughput import random_images
-from equinorm.lab.training.trainer import inputs_of
-from equinorm.lab.training.training import Inputs, Training
+from equinorm.lab.training.inputs import Inputs, inputs_of
+from equinorm.lab.training.training import Training
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "diagnostics_cifar10.py"
 CPU = torch.device("cpu")

@@ -14,11 +14,10 @@ from torch import nn
 
 from equinorm.cli import main
 from equinorm.errors import UserError
-from equinorm.lab.bench import balance, steps
+from equinorm.lab.bench import balance, steps, throughput
 from equinorm.lab.bench.llama import Llama
 from equinorm.lab.bench.output import Timing
 from equinorm.lab.bench.run import run
-from equinorm.lab.training import throughput
 
 CPU = torch.device("cpu")
 TINY = {"layers": 2, "width": 64, "heads": 4, "groups": 2, "hidden": 128, "vocabulary": 100}

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import UserError
-from ..training import throughput
 from ..training.trainer import chosen_device
-from . import balance, scaling, steps
+from . import balance, scaling, steps, throughput
 from .output import facts, save, show
 
 __all__ = ["PARTS", "run"]
