@@ -421,7 +421,8 @@ class Bench:
     balancing, and the laboratory itself."""
 
     parts: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="PART", help="steps, scaling, balance, lab (all of them).")
+        Positional[tuple[str, ...]],
+        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments."),
     ] = ()
     only: Annotated[
         UseAppendAction[tuple[str, ...]],

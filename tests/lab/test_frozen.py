@@ -1,6 +1,6 @@
 """What stored results rest on stays what it is: every run's key, and the weights that every kind of run starts from.
 
-`frozen.json` holds them; `python tests/test_lab_frozen.py` writes it anew, for a change that means to change them.
+`frozen.json` holds them; `python tests/lab/test_frozen.py` writes it anew, for a change that means to change them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from equinorm.lab import nets as models
 from equinorm.lab.experiments.artifacts import all_artifacts
+from equinorm.lab.training.inputs import inputs_of
+from equinorm.lab.training.parts import build
 from equinorm.lab.training.runs import Run
-from equinorm.lab.training.trainer import inputs_of
-from equinorm.lab.training.training import build
 
 FROZEN = Path(__file__).with_name("frozen.json")
 NORMS = ("none", "weightnorm+batchnorm", "weight_standardization+groupnorm", *models.norm_names()[1:])

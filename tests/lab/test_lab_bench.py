@@ -14,11 +14,11 @@ from torch import nn
 
 from equinorm.cli import main
 from equinorm.errors import UserError
-from equinorm.lab.bench import balance, steps
+from equinorm.lab.bench import balance, instruments, kernels, steps, throughput
+from equinorm.lab.bench import run as bench_run
 from equinorm.lab.bench.llama import Llama
 from equinorm.lab.bench.output import Timing
 from equinorm.lab.bench.run import run
-from equinorm.lab.training import throughput
 
 CPU = torch.device("cpu")
 TINY = {"layers": 2, "width": 64, "heads": 4, "groups": 2, "hidden": 128, "vocabulary": 100}
@@ -126,6 +126,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(command) == 0
     assert "RMSNorm + ENorm" in capsys.readouterr().out
     assert (tmp_path / "bench_steps_llama_eager_cpu.txt").read_text().startswith("command: ")
+
+
+def test_parts_that_run_when_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, list[str]] = {}
+    monkeypatch.setattr(kernels, "main", lambda arguments: given.update(kernels=arguments))
+    monkeypatch.setattr(instruments, "main", lambda arguments: given.update(instruments=arguments))
+    monkeypatch.setattr(bench_run, "PARTS", {})
+    run((), tmp_path, device="cpu")
+    assert not given
+    run(("kernels", "instruments"), tmp_path, device="cpu", only=("FC-19", "cost"), quick=True)
+    assert given["kernels"] == ["--toy", "--rounds", "7", "--only", "FC-19"]
+    assert given["instruments"][-2:] == ["--only", "cost"]
+    assert instruments.parse(given["instruments"]).toy
+    with pytest.raises(UserError, match="needs a CUDA device"):
+        run(("kernels",), tmp_path, device="cpu")
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from equinorm.lab.data import (
 from equinorm.lab.data import hub as hub_module
 from equinorm.lab.data import loading as loading_module
 from equinorm.lab.data.augment import Placement, centre, crop, draw_placement, magnify
-from equinorm.lab.data.catalogue import CATALOGUE, Entry, File, Layout
+from equinorm.lab.data.catalogue import CATALOGUE, CatalogueEntry, File, Layout
 from equinorm.lab.data.copies import copy_path
 from equinorm.lab.data.folder import Files, batches, centre_box, decode, find_folder, random_box, stream
 from equinorm.lab.data.formats import Raw, cifar_binary, cifar_python, gunzip, idx, idx_pair, svhn_mat, untar
@@ -304,7 +304,7 @@ def test_a_wrong_sum_names_file_sums_and_remedy(tmp_path: Path) -> None:
         assert part in message
 
 
-def with_true_sums(entry: Entry, files: Mapping[str, bytes], counts: Mapping[str, int]) -> Entry:
+def with_true_sums(entry: CatalogueEntry, files: Mapping[str, bytes], counts: Mapping[str, int]) -> CatalogueEntry:
     """The entry as if `files` were what is published."""
 
     def summed(file: File) -> File:

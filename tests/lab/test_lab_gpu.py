@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from equinorm.lab.bench.throughput import random_images
 from equinorm.lab.training import trainer
+from equinorm.lab.training.inputs import Inputs
 from equinorm.lab.training.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.training.schedules import Linear, Quadratic, SuperConvergence
 from equinorm.lab.training.store import Store
-from equinorm.lab.training.throughput import random_images
 from equinorm.lab.training.trainer import train_all
-from equinorm.lab.training.training import Inputs, Training
+from equinorm.lab.training.training import Training
 from support.never_waiting import never_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

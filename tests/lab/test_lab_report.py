@@ -676,7 +676,7 @@ class Checker(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> report.Written:
+def written(tmp_path_factory: pytest.TempPathFactory) -> report.WrittenReport:
     folder = tmp_path_factory.mktemp("results")
     store = Store(folder)
     fill(store, every_artifact())
@@ -685,7 +685,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> report.Written:
     return report.write(store, folder, every_artifact())
 
 
-def test_the_readme(written: report.Written) -> None:
+def test_the_readme(written: report.WrittenReport) -> None:
     text = written.readme.read_text()
     assert text.startswith("# Results\n")
     head = text.partition("## fake")[0]
@@ -710,7 +710,7 @@ def test_the_readme(written: report.Written) -> None:
     assert all(f'<a id="{anchor}"></a>' in text for anchor in anchors)
 
 
-def test_the_page(written: report.Written) -> None:
+def test_the_page(written: report.WrittenReport) -> None:
     text = written.page.read_text()
     checked = Checker(text)
     for tag, name, value in checked.attributes:
@@ -742,7 +742,7 @@ def test_panels_share_an_axis_unless_it_hides_what_they_show() -> None:
     assert figures._common_limits([[90.0], [90.0]]) == [None, None]
 
 
-def test_writing_again_changes_nothing(written: report.Written) -> None:
+def test_writing_again_changes_nothing(written: report.WrittenReport) -> None:
     folder = written.readme.parent
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
     report.write(Store(folder), folder, every_artifact())

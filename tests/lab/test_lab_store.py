@@ -161,8 +161,8 @@ def test_a_damaged_file_is_named_and_may_be_run_again(tmp_path: Path, damage: st
         assert list(scan.records) == [other(1).key]
         assert list(scan.damaged) == [path]
         assert path.name in scan.damaged[path]
-    with fresh.claim(RUN) as claim:  # type: ignore[union-attr]
-        assert claim.beat()
+    with fresh.lock(RUN) as lock:  # type: ignore[union-attr]
+        assert lock.beat()
         fresh.write(record(accuracy=7.0))
     assert fresh.get(RUN) == Store(tmp_path).get(RUN) == record(accuracy=7.0)
     assert not fresh.scan().damaged
@@ -208,12 +208,12 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "link", unknown)
     here = Store(tmp_path)
-    claim = here.claim(RUN)
-    assert claim is not None
-    assert here.claim(RUN) is None
+    lock = here.lock(RUN)
+    assert lock is not None
+    assert here.lock(RUN) is None
     here.write(record(accuracy=1.0))
     assert not here._put(here._usual_path(RUN), "x")
-    claim.release()
+    lock.release()
     assert files_in(tmp_path / "unfinished") == [".gitignore", "guard"]
 
 
@@ -259,29 +259,29 @@ def test_merging_what_another_machine_measured(tmp_path: Path) -> None:
         here.merge(tmp_path / "nowhere")
 
 
-# -- claims ------------------------------------------------------------------------------------------------------------
+# -- locks -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_keeps_others_out_until_it_is_released(tmp_path: Path) -> None:
+def test_a_lock_keeps_others_out_until_it_is_released(tmp_path: Path) -> None:
     here = Store(tmp_path)
-    with here.claim(RUN) as claim:  # type: ignore[union-attr]
-        assert Store(tmp_path).claim(RUN) is None
-        another = here.claim(other(1))
+    with here.lock(RUN) as lock:  # type: ignore[union-attr]
+        assert Store(tmp_path).lock(RUN) is None
+        another = here.lock(other(1))
         assert another is not None
         another.release()
-        assert claim.beat()
-    assert not claim.beat()
-    again = here.claim(RUN)
+        assert lock.beat()
+    assert not lock.beat()
+    again = here.lock(RUN)
     assert again is not None
-    claim.release()  # a second time, when another has it: nothing happens
+    lock.release()  # a second time, when another has it: nothing happens
     assert again.beat()
     here.write(record())
     again.release()
-    assert here.claim(RUN) is None  # it has ended
+    assert here.lock(RUN) is None  # it has ended
 
 
-def test_a_run_that_ends_while_it_is_claimed_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process writes the record and releases its claim between our look at the store and our claim."""
+def test_a_run_that_ends_while_it_is_locked_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process writes the record and releases its lock between our look at the store and our lock."""
     here = Store(tmp_path)
     put = here._put
 
@@ -291,7 +291,7 @@ def test_a_run_that_ends_while_it_is_claimed_is_not_repeated(tmp_path: Path, mon
         return put(*arguments, **options)
 
     monkeypatch.setattr(here, "_put", put_after_the_other)
-    assert here.claim(RUN) is None
+    assert here.lock(RUN) is None
     assert not list((tmp_path / "unfinished").glob("*.lock"))
 
 
@@ -310,13 +310,13 @@ def rewrite(lock: Path, age: float = 0.0, **changes: Any) -> None:
         ({"pid": 2**22 + 1}, 0.0, True),
     ],
 )
-def test_which_claims_count(tmp_path: Path, changes: dict[str, Any], age: float, free: bool) -> None:
+def test_which_locks_count(tmp_path: Path, changes: dict[str, Any], age: float, free: bool) -> None:
     here = Store(tmp_path)
-    first = here.claim(RUN, patience=1000.0)  # no heartbeat in the meantime
+    first = here.lock(RUN, patience=1000.0)  # no heartbeat in the meantime
     assert first is not None
     (lock,) = (tmp_path / "unfinished").glob("*.lock")
     rewrite(lock, age, **changes)
-    second = here.claim(RUN, patience=100.0)
+    second = here.lock(RUN, patience=100.0)
     assert (second is not None) == free
     if second is not None:
         assert not first.beat()
@@ -328,22 +328,22 @@ def test_which_claims_count(tmp_path: Path, changes: dict[str, Any], age: float,
 
 def test_a_torn_lock_is_taken_over_when_it_is_old(tmp_path: Path) -> None:
     here = Store(tmp_path)
-    lock = here._unfinished() / f"{RUN.key}.lock"
-    lock.write_text('{"machi')
-    assert here.claim(RUN) is None
-    os.utime(lock, (1.0, 1.0))
-    claim = here.claim(RUN)
-    assert claim is not None
-    claim.release()
+    file = here._unfinished() / f"{RUN.key}.lock"
+    file.write_text('{"machi')
+    assert here.lock(RUN) is None
+    os.utime(file, (1.0, 1.0))
+    lock = here.lock(RUN)
+    assert lock is not None
+    lock.release()
 
 
 def test_the_heartbeat(tmp_path: Path) -> None:
-    claim = Store(tmp_path).claim(RUN, patience=0.08)
-    assert claim is not None
-    (lock,) = (tmp_path / "unfinished").glob("*.lock")
-    os.utime(lock, (1.0, 1.0))
-    assert eventually(lambda: lock.stat().st_mtime > 1.0)
-    claim.release()
+    lock = Store(tmp_path).lock(RUN, patience=0.08)
+    assert lock is not None
+    (file,) = (tmp_path / "unfinished").glob("*.lock")
+    os.utime(file, (1.0, 1.0))
+    assert eventually(lambda: file.stat().st_mtime > 1.0)
+    lock.release()
 
 
 def in_threads(action: Callable[[int], Any], count: int = 8) -> list[Any]:
@@ -372,10 +372,10 @@ def test_of_many_that_want_a_run_one_gets_it(tmp_path: Path, abandoned: bool) ->
             (Store(tmp_path)._unfinished() / f"{run.key}.lock").write_text(
                 json.dumps({"machine": store._machine(), "pid": 2**22 + 1, "born": "1", "token": "old"})
             )
-        claims = [claim for claim in in_threads(lambda _, run=run: Store(tmp_path).claim(run)) if claim is not None]
-        assert len(claims) == 1
-        assert claims[0].beat()
-        claims[0].release()
+        locks = [lock for lock in in_threads(lambda _, run=run: Store(tmp_path).lock(run)) if lock is not None]
+        assert len(locks) == 1
+        assert locks[0].beat()
+        locks[0].release()
 
 
 def test_of_many_that_write_a_run_the_first_one_stays(tmp_path: Path) -> None:
@@ -412,9 +412,9 @@ def work(folder: str, worker: int) -> None:
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     while any(here.get(other(seed)) is None for seed in range(RUNS)):
         for seed in range(RUNS):
-            claim = here.claim(other(seed))
-            if claim is not None:
-                with claim:
+            lock = here.lock(other(seed))
+            if lock is not None:
+                with lock:
                     time.sleep(0.005)
                     here.write(record(other(seed), accuracy=worker, epochs=200))
                     os.write(log, f"{worker} {seed}\n".encode())

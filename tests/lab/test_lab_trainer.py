@@ -19,12 +19,15 @@ from PIL import Image
 
 from equinorm.errors import UserError
 from equinorm.lab.data import mixed_loss, prepare
+from equinorm.lab.training.inputs import Inputs, inputs_of
+from equinorm.lab.training.losses import LOSSES
+from equinorm.lab.training.precision import mixed_seed
 from equinorm.lab.training.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.training.schedules import Linear, Step, SuperConvergence
 from equinorm.lab.training.store import Record, Store
 from equinorm.lab.training.together import train_together
-from equinorm.lab.training.trainer import Job, _Grid, inputs_of, train, train_all
-from equinorm.lab.training.training import LOSSES, Inputs, Training, mixed_seed
+from equinorm.lab.training.trainer import Job, JobsInProgress, train, train_all
+from equinorm.lab.training.training import Training
 
 DIGITS = Data("digits", train=200)
 IMAGES = Data("digits", {"size": 12, "channels": 3}, train=96, flip=True, padding=2)
@@ -205,19 +208,19 @@ class Pretended:
 
 
 def test_time_is_divided_by_what_steps_would_take_alone(tmp_path: Path) -> None:
-    grid = _Grid(Store(tmp_path), torch.device("cpu"), 3, None, math.inf, math.inf, None, None)
+    progress = JobsInProgress(Store(tmp_path), torch.device("cpu"), 3, None, math.inf, math.inf, None, None)
     heavy, light, idle = (Pretended(done=done) for done in (110, 400, 7))
     paces, charged = (0.03, 0.001, 1.0), (100, 300, 7)
-    grid.jobs = [
+    progress.jobs = [
         Job(BASE, training, None, {}, pace=pace, charged=steps)
         for training, pace, steps in zip((heavy, light, idle), paces, charged, strict=True)
     ]
-    grid._charged -= 8.0
-    grid._charge()
-    assert [round(8.0 - job.lent, 1) for job in grid.jobs] == [6.0, 2.0, 0.0]
-    grid._charged -= 9.0
-    grid._charge()  # no steps were made: evenly
-    assert [round(17.0 - job.lent, 1) for job in grid.jobs] == [9.0, 5.0, 3.0]
+    progress._charged -= 8.0
+    progress._charge()
+    assert [round(8.0 - job.lent, 1) for job in progress.jobs] == [6.0, 2.0, 0.0]
+    progress._charged -= 9.0
+    progress._charge()  # no steps were made: evenly
+    assert [round(17.0 - job.lent, 1) for job in progress.jobs] == [9.0, 5.0, 3.0]
 
 
 def test_the_pace_of_a_run_is_taken_without_changing_it(run: Run, tmp_path: Path) -> None:
@@ -232,10 +235,10 @@ def test_the_pace_of_a_run_is_taken_without_changing_it(run: Run, tmp_path: Path
 
 def test_a_run_with_short_steps_does_not_wait_for_one_with_long(tmp_path: Path) -> None:
     long, short = Pretended(busy=True), Pretended(busy=False)
-    grid = _Grid(Store(tmp_path), torch.device("cpu"), 2, None, math.inf, math.inf, None, None)
-    grid.jobs = [Job(BASE, training, None, {}) for training in (long, short)]
+    progress = JobsInProgress(Store(tmp_path), torch.device("cpu"), 2, None, math.inf, math.inf, None, None)
+    progress.jobs = [Job(BASE, training, None, {}) for training in (long, short)]
     for _ in range(3):
-        grid.advance(lambda: False)
+        progress.advance(lambda: False)
     assert (long.turns, short.turns) == (0, 3)
 
 
@@ -254,7 +257,7 @@ def test_no_time_left_saves_and_a_second_call_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_another_process_holds_is_left_to_it(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with store.claim(BASE):
+    with store.lock(BASE):
         outcome = train_all([BASE], Store(tmp_path))
     assert outcome.elsewhere == [BASE]
     assert store.get(BASE) is None

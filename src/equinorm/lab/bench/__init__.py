@@ -5,4 +5,12 @@ equinorm bench steps           training steps without a norm, with BN, GN, LN, E
 equinorm bench scaling         what ENorm and BN cost as width, depth and batch grow
 equinorm bench balance         tracing and balancing networks of the zoo
 equinorm bench lab             runs of the laboratory, several side by side
+
+Only when asked for:
+
+equinorm bench kernels         an ENorm step kernel by kernel, on a GPU
+equinorm bench instruments     what `equinorm.diagnostics` shows on CIFAR-10, and what recording costs
+
+In reading order: `run` (the parts), `output` (how a measurement is summed up and written); `steps`, `scaling`,
+`balance`, `throughput`, `kernels` and `instruments` (one part each); `llama` (a net for `steps`).
 """

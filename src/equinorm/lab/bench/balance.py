@@ -72,7 +72,7 @@ def squared_relu(width: int = 512, depth: int = 8) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers, nn.Linear(width, 10)), torch.zeros(1, width)
 
 
-class Residual(nn.Module):
+class ResidualUnit(nn.Module):
     """x + conv(x), again and again: one scale per channel of the stream, which is on both sides of every weight."""
 
     def __init__(self, width: int = 128, depth: int = 8) -> None:
@@ -90,7 +90,7 @@ class Residual(nn.Module):
 
 def residual() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return Residual(), torch.zeros(1, 3, 32, 32)
+    return ResidualUnit(), torch.zeros(1, 3, 32, 32)
 
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
@@ -109,7 +109,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class BalanceCost:
     network: str
     scales: int
     trace: list[float]  # seconds, all repeats
@@ -124,7 +124,7 @@ class Row:
     cycles_imbalance: float
 
 
-def measure(name: str, repeats: int, budget: float) -> Row:
+def measure(name: str, repeats: int, budget: float) -> BalanceCost:
     model, example = NETWORKS[name]()
     traces = []
     for _ in range(repeats):
@@ -140,7 +140,7 @@ def measure(name: str, repeats: int, budget: float) -> Row:
     model.load_state_dict(start_weights)
     perturb(symmetry, 0)
     cycles, seconds, gap = plain_cycles(symmetry, budget)
-    return Row(
+    return BalanceCost(
         network=name,
         scales=symmetry.num_scales,
         trace=traces,
@@ -186,7 +186,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[BalanceCost]) -> Table:
     table = Table(title=f"seconds: median (least-most) of {len(rows[0].trace)}", title_justify="left")
     table.add_column("network", no_wrap=True)
     for head in (

@@ -27,7 +27,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads, groups, hidden, norm) for _ in range(layers))
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, groups, hidden, norm) for _ in range(layers))
         self.norm = norm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for p in self.parameters():
@@ -42,7 +42,7 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     def __init__(self, width: int, heads: int, groups: int, hidden: int, norm: type[nn.Module]) -> None:
         super().__init__()
         self.heads, self.groups, self.size = heads, groups, width // heads

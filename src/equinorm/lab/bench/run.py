@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import UserError
-from ..training import throughput
 from ..training.trainer import chosen_device
-from . import balance, scaling, steps
+from . import balance, instruments, kernels, scaling, steps, throughput
 from .output import facts, save, show
 
 __all__ = ["PARTS", "run"]
@@ -36,13 +35,20 @@ def run(
     """Measure, print and save; the files written. Parts that do not fit into the time are left out, with a word."""
     where = chosen_device(device)
     networks = steps.networks(where, quick)
-    _check("part", parts, PARTS)
-    names = {"steps": networks, "scaling": ["scaling"], "balance": balance.NETWORKS, "lab": throughput.CASES}
+    _check("part", parts, [*PARTS, *ON_REQUEST])
+    names = {
+        "steps": networks,
+        "scaling": ["scaling"],
+        "balance": balance.NETWORKS,
+        "lab": throughput.CASES,
+        "kernels": kernels.NAMES,
+        "instruments": ["cost", *instruments.PARTS],
+    }
     _check("network or run", only, dict.fromkeys(name for part in parts or PARTS for name in names[part]))
     _check("variant", variants, dict.fromkeys(v.name for network in networks.values() for v in network.variants))
     bench = _Bench(where, out, only, variants, mode, quick, repeats, time.monotonic() + 60 * minutes)
     for name in parts or PARTS:
-        PARTS[name](bench)
+        (PARTS | ON_REQUEST)[name](bench)
     return bench.written
 
 
@@ -172,6 +178,25 @@ def _lab(bench: _Bench) -> None:
             bench.written += save(bench.out, f"bench_lab{bench.suffix}", text, found, bench.about)
 
 
+def _kernels(bench: _Bench) -> None:
+    """Printed, not written."""
+    if bench.device.type != "cuda" and not bench.quick:
+        raise UserError("bench kernels needs a CUDA device; --quick interprets the kernels of tiny nets on a CPU")
+    chosen = [name for name in kernels.NAMES if bench.wanted(name)]
+    kernels.main([*["--toy"] * bench.quick, "--rounds", str(bench.repeats), *(["--only", *chosen] if chosen else [])])
+
+
+def _instruments(bench: _Bench) -> None:
+    """Logs and figures, in a folder of their own."""
+    out = bench.out / "diagnostics"
+    chosen = [name for name in ("cost", *instruments.PARTS) if bench.wanted(name)]
+    if chosen:
+        left = f"{(bench.end - time.monotonic()) / 60}"
+        options = ["--out", str(out), "--device", str(bench.device), "--minutes", left, *["--toy"] * bench.quick]
+        instruments.main([*options, "--only", *chosen])
+        bench.written += sorted(out.glob("*.jsonl"))
+
+
 def _speeds(found: list[throughput.Speed]) -> Table:
     title = "Time per run, several runs side by side (median; spread of the middle half)"
     shown = Table(title=title, title_justify="left")
@@ -191,3 +216,5 @@ PARTS: dict[str, Callable[[_Bench], None]] = {
     "balance": _balance,
     "lab": _lab,
 }
+ON_REQUEST: dict[str, Callable[[_Bench], None]] = {"kernels": _kernels, "instruments": _instruments}
+"""Parts that are left out unless they are named."""

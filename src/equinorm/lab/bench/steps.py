@@ -39,7 +39,7 @@ GREEDY = ("GN", "LN")
 RATE = 1e-6
 """The time of a step does not depend on the learning rate, and nets without a norm stay finite with this one."""
 
-__all__ = ["Network", "Row", "Variant", "measure", "networks", "sentences", "table"]
+__all__ = ["Network", "StepCost", "Variant", "measure", "networks", "sentences", "table"]
 
 
 def _sgd(model: nn.Module, params: Any, x: Tensor) -> torch.optim.Optimizer:
@@ -67,7 +67,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepCost:
     """One variant of one network, eager or compiled."""
 
     network: str
@@ -263,7 +263,7 @@ def copying(moved: int, device: torch.device) -> Callable[[], object]:
 
 
 def measure_alone(steppers: dict[str, Stepper], repeats: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """ENorm by itself, where there is one: fields of `Row` by variant. Captured as graphs on CUDA, taking turns."""
+    """ENorm by itself, where there is one: fields of `StepCost` by variant. As graphs on CUDA, taking turns."""
     with_enorm = {name: stepper for name, stepper in steppers.items() if stepper.enorm is not None}
     if not with_enorm:
         return {}
@@ -378,7 +378,7 @@ def measure(
     repeats: int = 7,
     steps: int | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> list[Row]:
+) -> list[StepCost]:
     """Time every variant of a network, taking turns of so many steps, or of a fifth of a second.
 
     A variant that fails is named with its error; the others go on.
@@ -410,7 +410,7 @@ def measure(
         say(f"{network.name}: no whole step was captured, {error}")
         whole = {}
     rows = list(_rows(network.name, mode, times, peaks, alone, whole))
-    rows += [Row(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
+    rows += [StepCost(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
              for name, why in failed.items()]  # fmt: skip
     return rows
 
@@ -422,7 +422,7 @@ def _rows(
     peaks: dict[str, float | None],
     alone: dict[str, dict[str, Any]],
     whole: dict[str, Timing],
-) -> Iterator[Row]:
+) -> Iterator[StepCost]:
     base = peaks.get("no norm")
     for name, timing in times.items():
         adds, of_bn = _added(times, name)
@@ -432,7 +432,7 @@ def _rows(
         if name in whole:
             more["captured"] = whole[name]
             more["captured_adds"], more["captured_of_bn"] = _added(whole, name)
-        yield Row(network, name, mode, timing, adds, of_bn, peak, memory, **more)
+        yield StepCost(network, name, mode, timing, adds, of_bn, peak, memory, **more)
 
 
 def _added(times: dict[str, Timing], name: str) -> tuple[float, float | None]:
@@ -444,7 +444,7 @@ def _added(times: dict[str, Timing], name: str) -> tuple[float, float | None]:
     return adds, adds / (bn.median - plain.median) if bn and bn.median != plain.median else None
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[StepCost]) -> Table:
     """Milliseconds per training step, and what each normalization adds to it."""
     n = next((row.step.n for row in rows if not row.failed), 0)
     title = f"{rows[0].network}, {rows[0].mode}: ms per training step, median (middle half) of {n}, taking turns"
@@ -472,7 +472,7 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None or math.isnan(value) else format(value, form)
 
 
-def sentences(rows: list[Row]) -> list[str]:
+def sentences(rows: list[StepCost]) -> list[str]:
     """What ENorm costs by itself, against the bytes it moves, BatchNorm and the step."""
     by_bn = next((row.adds for row in rows if row.variant == "BN"), None)
     said = [sentence for row in rows for sentence in (*_of_cycle(row, by_bn), *_of_floor(row))]
@@ -482,7 +482,7 @@ def sentences(rows: list[Row]) -> list[str]:
     return said + [f"{row.network}, {row.mode}, {row.variant} failed: {row.failed}" for row in rows if row.failed]
 
 
-def _of_cycle(row: Row, by_bn: float | None) -> Iterator[str]:
+def _of_cycle(row: StepCost, by_bn: float | None) -> Iterator[str]:
     if row.cycle is None or row.floor is None:
         return
     parts = [f"{row.network}, {row.mode}: an ENorm cycle with momentum by itself {row.cycle} ms"]
@@ -493,7 +493,7 @@ def _of_cycle(row: Row, by_bn: float | None) -> Iterator[str]:
     yield ", ".join(parts)
 
 
-def _of_floor(row: Row) -> Iterator[str]:
+def _of_floor(row: StepCost) -> Iterator[str]:
     if row.floor is None or row.moved is None or row.bandwidth is None:
         return
     least = 1e3 * row.moved / row.bandwidth
@@ -503,7 +503,7 @@ def _of_floor(row: Row) -> Iterator[str]:
     )
 
 
-def _compared(rows: list[Row], field: str, what: str, by_bn: float | None) -> Iterator[str]:
+def _compared(rows: list[StepCost], field: str, what: str, by_bn: float | None) -> Iterator[str]:
     """How much longer something takes with ENorm."""
     found = {row.variant: (row, timing) for row in rows if (timing := getattr(row, field)) is not None}
     base = next((found[name][1] for name in WITHOUT if name in found), None)

@@ -7,6 +7,18 @@
 Small sets live on the device as bytes and are augmented there, a batch at a time (`augment`); sets of the size of
 ImageNet are folders of image files, which `folder.stream` decodes in worker processes. Files are looked for in
 `data_dir`, else in the folder that the environment variable EQUINORM_DATA names, else in ./data.
+
+In reading order:
+
+splits       what a data set is once it is read
+loading      from a name to a data set, and to a run's part of it
+catalogue    the sets known by name: their files and published sums
+formats      readers of those files
+digits       the set that is always there
+hub          download from the Hugging Face hub
+copies       plain copies of what was downloaded
+folder       folders of image files, decoded in worker processes
+augment      augmentation on the device, a batch at a time
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from ...errors import UserError
 from .formats import Arrays, Raw, cifar_binary, cifar_python, gunzip, idx_pair, svhn_mat, untar
 
-__all__ = ["CATALOGUE", "Entry", "File", "Hub", "Layout", "Reader", "find", "missing"]
+__all__ = ["CATALOGUE", "CatalogueEntry", "File", "Hub", "Layout", "Reader", "find", "missing"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Hub:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A data set: what it is called, how many images each part has, and where it comes from."""
 
     name: str
@@ -87,7 +87,7 @@ Present: TypeAlias = tuple[tuple[File, Path], ...]
 # -- looking for files -------------------------------------------------------------------------------------------------
 
 
-def find(entry: Entry, data_dir: Path, parts: Sequence[str]) -> Reader | None:
+def find(entry: CatalogueEntry, data_dir: Path, parts: Sequence[str]) -> Reader | None:
     """A reader of the first complete layout below `data_dir`: folders before archives, which take longer."""
     for layout in entry.layouts:
         for folder in layout.folders:
@@ -101,14 +101,16 @@ def find(entry: Entry, data_dir: Path, parts: Sequence[str]) -> Reader | None:
     return None
 
 
-def _read_files(entry: Entry, layout: Layout, files: Mapping[str, Present], verify: bool) -> dict[str, Arrays]:
+def _read_files(entry: CatalogueEntry, layout: Layout, files: Mapping[str, Present], verify: bool) -> dict[str, Arrays]:
     return {
         part: layout.read([_unpacked(file.read(path, verify, entry.source)) for file, path in group])
         for part, group in files.items()
     }
 
 
-def _read_archive(entry: Entry, layout: Layout, path: Path, parts: Sequence[str], verify: bool) -> dict[str, Arrays]:
+def _read_archive(
+    entry: CatalogueEntry, layout: Layout, path: Path, parts: Sequence[str], verify: bool
+) -> dict[str, Arrays]:
     assert layout.archive is not None
     archive = layout.archive.read(path, verify, entry.source)
     names = {part: [f"{layout.folders[0]}/{file.name}" for file in layout.parts[part]] for part in parts}
@@ -120,7 +122,7 @@ def _unpacked(raw: Raw) -> Raw:
     return gunzip(raw) if raw.where.endswith(".gz") else raw
 
 
-def missing(entry: Entry, data_dir: Path, parts: Sequence[str]) -> str:
+def missing(entry: CatalogueEntry, data_dir: Path, parts: Sequence[str]) -> str:
     """Which files to put where, and from where."""
     lines = [f"{entry.title} is not in {data_dir.resolve()}. Put one of these there:"]
     for layout in entry.layouts:
@@ -143,7 +145,7 @@ def _present(folder: Path, files: Sequence[File]) -> Present:
     return tuple(pair for pair in here if pair is not None)
 
 
-def _archives(entry: Entry, layout: Layout, data_dir: Path) -> Iterator[Path]:
+def _archives(entry: CatalogueEntry, layout: Layout, data_dir: Path) -> Iterator[Path]:
     if layout.archive is not None:
         yield data_dir / layout.archive.name
         yield data_dir / entry.name / layout.archive.name
@@ -156,7 +158,7 @@ def _name(file: File) -> str:
 # -- the data sets -----------------------------------------------------------------------------------------------------
 
 
-def _cifar10() -> Entry:
+def _cifar10() -> CatalogueEntry:
     binary = (
         File("data_batch_1.bin", "5dd7e06a14cb22eb9f671a540d1b7c25"),
         File("data_batch_2.bin", "5ea93a67294ea407fff1d09f752e9692"),
@@ -171,7 +173,7 @@ def _cifar10() -> Entry:
         File("data_batch_4", "634d18415352ddfa80567beed471001a"),
         File("data_batch_5", "482c414d41f54cd18b22e5b47cb7c3cb"),
     )
-    return Entry(
+    return CatalogueEntry(
         name="cifar10",
         title="CIFAR-10",
         classes=10,
@@ -195,8 +197,8 @@ def _cifar10() -> Entry:
     )
 
 
-def _cifar100() -> Entry:
-    return Entry(
+def _cifar100() -> CatalogueEntry:
+    return CatalogueEntry(
         name="cifar100",
         title="CIFAR-100",
         classes=100,
@@ -223,8 +225,8 @@ def _cifar100() -> Entry:
     )
 
 
-def _svhn() -> Entry:
-    return Entry(
+def _svhn() -> CatalogueEntry:
+    return CatalogueEntry(
         name="svhn",
         title="SVHN",
         classes=10,
@@ -248,7 +250,7 @@ def _svhn() -> Entry:
 
 def _mnist(
     name: str, title: str, source: str, hub: str, folders: tuple[str, ...], sums: Mapping[str, tuple[str, str]]
-) -> Entry:
+) -> CatalogueEntry:
     """MNIST or a set in its form; `sums` has the md5 of each file, plain and packed."""
 
     def part(prefix: str) -> tuple[File, File]:
@@ -256,10 +258,10 @@ def _mnist(
         return File(images, *sums[images]), File(labels, *sums[labels])
 
     layout = Layout({"train": part("train"), "test": part("t10k")}, idx_pair, folders)
-    return Entry(name, title, 10, {"train": 60_000, "test": 10_000}, source, (layout,), Hub(hub))
+    return CatalogueEntry(name, title, 10, {"train": 60_000, "test": 10_000}, source, (layout,), Hub(hub))
 
 
-CATALOGUE: Mapping[str, Entry] = {
+CATALOGUE: Mapping[str, CatalogueEntry] = {
     entry.name: entry
     for entry in (
         _cifar10(),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
-from .catalogue import Entry, Hub
+from .catalogue import CatalogueEntry, Hub
 from .formats import Arrays
 
 __all__ = ["available", "download"]
@@ -22,7 +22,7 @@ def available() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def download(entry: Entry, parts: Sequence[str]) -> dict[str, Arrays]:
+def download(entry: CatalogueEntry, parts: Sequence[str]) -> dict[str, Arrays]:
     """Images and labels of every part, as the readers of the official files give them."""
     try:
         load_dataset = import_module("datasets").load_dataset

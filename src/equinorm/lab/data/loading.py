@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 from ...errors import UserError
 from ..training.runs import Data
 from . import hub
-from .catalogue import CATALOGUE, Entry, find, missing
+from .catalogue import CATALOGUE, CatalogueEntry, find, missing
 from .copies import read_copy, write_copy
 from .digits import digits
 from .formats import Arrays
@@ -120,7 +120,7 @@ def _read(name: str, data_dir: Path, verify: bool, parts: tuple[str, ...]) -> di
     return arrays
 
 
-def _download(entry: Entry, data_dir: Path, parts: tuple[str, ...]) -> dict[str, Arrays]:
+def _download(entry: CatalogueEntry, data_dir: Path, parts: tuple[str, ...]) -> dict[str, Arrays]:
     if not hub.available():
         install = "pip install 'equinorm[datasets]'"
         raise UserError(f"{missing(entry, data_dir, parts)}\nIt is downloaded for you after {install}.")
@@ -133,7 +133,7 @@ def _download(entry: Entry, data_dir: Path, parts: tuple[str, ...]) -> dict[str,
     return arrays
 
 
-def _check_counts(entry: Entry, data_dir: Path, arrays: Mapping[str, Arrays]) -> None:
+def _check_counts(entry: CatalogueEntry, data_dir: Path, arrays: Mapping[str, Arrays]) -> None:
     for part, (images, _) in arrays.items():
         if len(images) != entry.counts[part]:
             raise UserError(

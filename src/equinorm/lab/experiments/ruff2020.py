@@ -55,7 +55,7 @@ def batchnorm_in_fixup() -> Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of table 1."""
 
     name: str
@@ -65,13 +65,13 @@ class Row:
     n: int
 
 
-def _row(method: str, lr: float, z: float, noise: float, accuracy: float, spread: float, n: int = 1) -> Row:
-    return Row(f"{method} lr {lr:g}, zmg {z:g}, noise {noise:g}", rejection(lr, z, noise), accuracy, spread, n)
+def _row(method: str, lr: float, z: float, noise: float, accuracy: float, spread: float, n: int = 1) -> TableRow:
+    return TableRow(f"{method} lr {lr:g}, zmg {z:g}, noise {noise:g}", rejection(lr, z, noise), accuracy, spread, n)
 
 
 ROWS = (  # in the paper's order
     _row("CZMIG", 0.4, 0.85, 0.1, 94.03, 0.14, n=2),
-    Row("BatchNorm lr 0.1", batchnorm(), 93.70, 0.55, n=2),
+    TableRow("BatchNorm lr 0.1", batchnorm(), 93.70, 0.55, n=2),
     _row("CZMIG", 0.4, 0.98, 0.1, 93.64, 0.11, n=2),
     _row("CZMIG", 0.4, 0.85, 0.0, 93.57, 0.12, n=2),
     _row("CZMIG", 0.2, 0.85, 0.0, 93.44, 0.18),

@@ -9,6 +9,15 @@
 A model is called as `model(x)` or, for manifold mixup, as `model(x, mix=(layer, lam, permutation))` with `layer` in
 `range(model.mix_layers)`; 0 is the input. What every model takes besides the options of its architecture is said in
 `build`; which normalizations there are, in `norms`.
+
+In reading order:
+
+chain             the form that all models have: stages, then a head
+norms             how a layer of a model gets its normalization
+fully_connected, convnets, resnets        the architectures
+initialisation    what the weights are before the first step
+registry          models by name
+fused, kernels    the same layers with fewer and better filled kernels, on a GPU
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Builder = Callable[..., Chain]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ModelEntry:
     builder: Builder
     line: str
     defaults: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Entry:
         return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-_MODELS: dict[str, Entry] = {}
+_MODELS: dict[str, ModelEntry] = {}
 
 
 def model(name: str, line: str, toy: Mapping[str, Any], **defaults: Any) -> Callable[[Builder], Builder]:
@@ -43,7 +43,7 @@ def model(name: str, line: str, toy: Mapping[str, Any], **defaults: Any) -> Call
     def register(builder: Builder) -> Builder:
         if name in _MODELS:
             raise ValueError(f"there is a model called {name!r} already")
-        _MODELS[name] = Entry(builder, line, defaults, toy)
+        _MODELS[name] = ModelEntry(builder, line, defaults, toy)
         return builder
 
     return register
@@ -104,7 +104,7 @@ def build(
     return built
 
 
-def _find(name: str) -> Entry:
+def _find(name: str) -> ModelEntry:
     if name not in _MODELS:
         raise ValueError(f"there is no model {name!r}; there are {', '.join(_MODELS)}")
     return _MODELS[name]

@@ -4,6 +4,17 @@
     print(section(Store("results"), find("repro2019/figure2")))
 
 Writing a report again from the same records changes no file.
+
+In reading order:
+
+results        what the records say about an artifact, and which claims hold
+wording        numbers and facts as text
+headline       the first tables: which method helps, where, by how much, at what cost
+markdown       README.md
+page           index.html
+style          a colour per method everywhere
+figures        an artifact as a picture
+tensorboard    all curves as event files
 """
 
 from __future__ import annotations
@@ -21,13 +32,13 @@ from . import figures, headline, markdown, page, style
 from .results import Result, evaluate
 from .wording import slug
 
-__all__ = ["Written", "section", "write"]
+__all__ = ["WrittenReport", "section", "write"]
 
 _TOY_HEAD, _HEAD = "# TOY results", "# Results"
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenReport:
     """What a report was made of, and where it is."""
 
     readme: Path
@@ -42,7 +53,7 @@ def write(
     artifacts: Iterable[Artifact] | None = None,
     toy: bool = False,
     tensorboard: bool = False,
-) -> Written:
+) -> WrittenReport:
     """Write the report on `artifacts` (all of them by default) into the folder `out`.
 
     With `toy` it is about their toy versions: everything is labelled TOY, nothing gets a verdict, and a folder that
@@ -74,7 +85,7 @@ def write(
         _update(out / "index.html", page.page(results, links, drawings, damaged, costs, toy).encode())
         if tensorboard:
             export(results, out / "tensorboard")
-    return Written(out / "README.md", out / "index.html", results, scan.damaged)
+    return WrittenReport(out / "README.md", out / "index.html", results, scan.damaged)
 
 
 def section(store: Store, artifact: Artifact, out: Path | None = None, toy: bool = False) -> str:

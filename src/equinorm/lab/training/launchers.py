@@ -2,7 +2,7 @@
 
 Every launcher takes the runs that the store does not have and puts their records there, each once. Ray's workers need
 no shared disk: records travel back to the driver, which alone writes. Slurm's jobs write to the store themselves, which
-must lie on a disk they all see; claims keep two jobs from training the same run.
+must lie on a disk they all see; locks keep two jobs from training the same run.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ class Run:
     batch: int = 128
     seed: int = 0
     precision: str = "tf32"  # float32 | tf32 | bfloat16 (autocast and channels_last); float32 on a CPU
-    record: tuple[str, ...] = ()  # what is measured besides loss and accuracy: see `training.RECORDED`
+    record: tuple[str, ...] = ()  # what is measured besides loss and accuracy: see `recording.RECORDED`
     label: str = field(default="", compare=False)
-    loss: str = field(default="cross_entropy", metadata=LATER)  # what is trained; or "binary": see `training.LOSSES`
+    loss: str = field(default="cross_entropy", metadata=LATER)  # what is trained; or "binary": see `losses.LOSSES`
 
     @cached_property
     def key(self) -> str:

@@ -1,7 +1,7 @@
 """Where runs are kept: one JSON-lines file per run, written whole when the run ends and never changed after that.
 
     store = Store("results")
-    with store.claim(run) as claim:            # None if it is finished, or another live process is at it
+    with store.lock(run) as lock:              # None if it is finished, or another live process is at it
         ...                                    # train; keep what is unfinished at store.checkpoint(run)
         store.write(Record(run, "finished", epochs, final, about))
     store.get(run).final["test_accuracy"]
@@ -40,9 +40,9 @@ from ...errors import UserError
 from ...files import to_disk
 from .runs import Run
 
-__all__ = ["PATIENCE", "Claim", "Computed", "DamagedError", "Merged", "Record", "Scan", "Store"]
+__all__ = ["PATIENCE", "Computed", "DamagedError", "Lock", "Merged", "Record", "Scan", "Store"]
 
-PATIENCE = 120.0  # seconds without a heartbeat after which another machine's claim counts as abandoned
+PATIENCE = 120.0  # seconds without a heartbeat after which another machine's lock counts as abandoned
 _BEATS = 8  # heartbeats in that time
 
 
@@ -244,11 +244,11 @@ class Store:
 
     # -- who works on what ---------------------------------------------------------------------------------------------
 
-    def claim(self, run: Run, patience: float = PATIENCE) -> Claim | None:
+    def lock(self, run: Run, patience: float = PATIENCE) -> Lock | None:
         """The right to work on a run; None if it has ended, or another live process works on it.
 
-        `with store.claim(run) as claim:` gives it back at the end. A thread sends the heartbeat; `claim.beat()` sends
-        one more and says whether the claim still holds. After kill -9 or a lost node it is free to be taken over.
+        `with store.lock(run) as lock:` gives it back at the end. A thread sends the heartbeat; `lock.beat()` sends
+        one more and says whether the lock still holds. After kill -9 or a lost node it is free to be taken over.
         """
         if self.get(run) is not None:
             return None
@@ -260,11 +260,11 @@ class Store:
                 return None
             if not self._put(path, json.dumps(me), over=held):
                 return None
-        claim = Claim(self, path, str(me["token"]), patience / _BEATS)
-        if self.get(run) is not None:  # it ended between the first look and the claim
-            claim.release()
+        lock = Lock(self, path, str(me["token"]), patience / _BEATS)
+        if self.get(run) is not None:  # it ended between the first look and the lock
+            lock.release()
             return None
-        return claim
+        return lock
 
     @contextmanager
     def _guarded(self) -> Iterator[float]:
@@ -273,7 +273,7 @@ class Store:
         Clocks of two machines differ, so the age of a heartbeat is measured against a file that was touched just now.
         """
         with self._named_errors(), open(self._unfinished() / "guard", "a") as file:
-            with suppress(OSError):  # no locks on this file system: two machines might take over one claim
+            with suppress(OSError):  # no flock on this file system: two machines might take over one lock
                 fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 os.utime(file.fileno())
@@ -320,18 +320,18 @@ class Store:
             ) from error
 
 
-class Claim:
-    """A run that this process works on, until `release` (or the end of a `with` block)."""
+class Lock:
+    """The right of this process to work on a run, until `release` (or the end of a `with` block)."""
 
     def __init__(self, store: Store, path: Path, token: str, every: float) -> None:
         self._store, self._path, self._token = store, path, token
         self._pid = os.getpid()
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._keep_beating, args=(every,), daemon=True, name="claim")
+        self._thread = threading.Thread(target=self._keep_beating, args=(every,), daemon=True, name="lock")
         self._thread.start()
 
     def beat(self) -> bool:
-        """Say that this process is alive. False if the claim is lost: released, or taken over after a long silence."""
+        """Say that this process is alive. False if the lock is lost: released, or taken over after a long silence."""
         if self._end.is_set() or _holder(self._path).get("token") != self._token:
             return False
         with suppress(OSError):  # the next beat may succeed
@@ -339,7 +339,7 @@ class Claim:
         return True
 
     def release(self) -> None:
-        """Let others have the run. Does nothing if the claim was lost, or in a forked child."""
+        """Let others have the run. Does nothing if the lock was lost, or in a forked child."""
         if self._end.is_set() or os.getpid() != self._pid:
             return
         self._end.set()
@@ -351,7 +351,7 @@ class Claim:
         while not self._end.wait(every) and self.beat():
             pass
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> Lock:
         return self
 
     def __exit__(self, *_: object) -> None:

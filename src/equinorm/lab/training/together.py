@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from .inputs import inputs_of
 from .runs import Run
 from .store import Store
 from .trainer import (
@@ -26,7 +27,6 @@ from .trainer import (
     about,
     checkpoint_of,
     chosen_device,
-    inputs_of,
     interruptible,
     load_checkpoint,
     save_checkpoint,
@@ -56,18 +56,18 @@ def train_together(
     outcome = Outcome()
     deadline = time.monotonic() + 60 * minutes
     with _group(device) as (rank, world, own), interruptible() as interrupted:
-        claim = store.claim(run) if rank == 0 else None
+        lock = store.lock(run) if rank == 0 else None
         known = rank == 0 and store.get(run) is not None
-        go_on, known = _from_first([claim is not None and not known, known])
+        go_on, known = _from_first([lock is not None and not known, known])
         if not go_on:
             outcome.known, outcome.elsewhere = int(known), [] if known else [run]
-            if claim is not None:
-                claim.release()
+            if lock is not None:
+                lock.release()
             return outcome
         try:
             state = load_checkpoint(store.checkpoint(run))
             training = Training(run, inputs_of(run, data_dir, own), state and state["training"], rank, world)
-            job = Job(run, training, claim, about(own) | {"processes": world}, *spent(state))
+            job = Job(run, training, lock, about(own) | {"processes": world}, *spent(state))
             stopped = _train(job, lambda: interrupted() or time.monotonic() > deadline, store, checkpoint_seconds, rank)
             if stopped:
                 outcome.unfinished, outcome.interrupted = [run], interrupted()
@@ -77,8 +77,8 @@ def train_together(
                 outcome.trained.append(record)
             distributed.barrier()
         finally:
-            if claim is not None:
-                claim.release()
+            if lock is not None:
+                lock.release()
     return outcome
 
 

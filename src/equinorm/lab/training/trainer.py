@@ -31,11 +31,10 @@ import torch
 
 from ...errors import UserError, counted
 from ...files import replacing
-from .. import data as datasets
-from ..data.folder import find_folder
+from .inputs import Inputs, Streamed, inputs_of
 from .runs import Run
-from .store import Claim, Record, Store
-from .training import Inputs, Streamed, Training
+from .store import Lock, Record, Store
+from .training import Training
 
 __all__ = ["Outcome", "about", "chosen_device", "in_words", "train", "train_all"]
 
@@ -100,21 +99,23 @@ def train_all(
     """
     device = chosen_device(device)
     width = side_by_side or (8 if device.type == "cuda" else 1)
-    grid = _Grid(store, device, width, data_dir, checkpoint_seconds, time.monotonic() + 60 * minutes, watch, on_record)
+    progress = JobsInProgress(
+        store, device, width, data_dir, checkpoint_seconds, time.monotonic() + 60 * minutes, watch, on_record
+    )
     wanted = list({run.key: run for run in runs}.values())
     waiting = deque(run for run in wanted if store.get(run) is None)
-    grid.outcome.known = len(wanted) - len(waiting)
+    progress.outcome.known = len(wanted) - len(waiting)
     with interruptible() as interrupted:
         try:
-            while (waiting or grid.jobs) and not interrupted() and grid.time_left() > 0:
-                while waiting and len(grid.jobs) < width:
-                    grid.start(waiting.popleft())
-                grid.advance(interrupted)
+            while (waiting or progress.jobs) and not interrupted() and progress.time_left() > 0:
+                while waiting and len(progress.jobs) < width:
+                    progress.start(waiting.popleft())
+                progress.advance(interrupted)
         finally:
-            grid.suspend()
-        grid.outcome.interrupted = interrupted()
-    grid.outcome.unfinished += waiting
-    return grid.outcome
+            progress.suspend()
+        progress.outcome.interrupted = interrupted()
+    progress.outcome.unfinished += waiting
+    return progress.outcome
 
 
 def chosen_device(name: torch.device | str | None) -> torch.device:
@@ -135,11 +136,11 @@ def chosen_device(name: torch.device | str | None) -> torch.device:
 
 @dataclass(eq=False)
 class Job:
-    """A run in progress: its training, the claim on it, and when it was last saved."""
+    """A run in progress: its training, the lock on it, and when it was last saved."""
 
     run: Run
     training: Training
-    claim: Claim | None
+    lock: Lock | None
     about: dict[str, Any]
     seconds_before: float = 0.0  # spent before it was last interrupted
     lent: float = 0.0  # of its seconds, what the runs beside it had of the device
@@ -159,8 +160,8 @@ class Job:
 
     def let_go(self) -> None:
         self.training.close()
-        if self.claim is not None:
-            self.claim.release()
+        if self.lock is not None:
+            self.lock.release()
 
     def record(self) -> Record:
         log, reason = self.training.log, self.training.diverged
@@ -172,7 +173,7 @@ class Job:
         return Record(self.run, status, tuple(log), final | ({"reason": reason} if reason else {}), self.about)
 
 
-class _Grid:
+class JobsInProgress:
     """The jobs in progress on one device."""
 
     def __init__(
@@ -199,13 +200,13 @@ class _Grid:
 
     def start(self, run: Run) -> None:
         """Take a run in hand, from its checkpoint if there is one; or leave it to the process that has it."""
-        claim = self.store.claim(run)
-        if claim is None:
+        lock = self.store.lock(run)
+        if lock is None:
             self.outcome.elsewhere.append(run)
             return
         try:
             if self.store.get(run) is not None:  # another process finished it meanwhile
-                claim.release()
+                lock.release()
                 self.outcome.known += 1
                 return
             state = load_checkpoint(self.store.checkpoint(run))
@@ -213,11 +214,11 @@ class _Grid:
             training = Training(run, self.inputs(run), state and state["training"])
             pace = training.pace() if self.width > 1 else 0.0
         except BaseException:
-            claim.release()
+            lock.release()
             raise
         facts = about(self.device) | {"side_by_side": self.width}
         self._charge()
-        self.jobs.append(Job(run, training, claim, facts, *spent(state), pace, training.done))
+        self.jobs.append(Job(run, training, lock, facts, *spent(state), pace, training.done))
 
     def inputs(self, run: Run) -> Inputs | Streamed:
         """The data a run wants, on the device; shared by all runs that want the same."""
@@ -297,13 +298,6 @@ def make_room(device: torch.device) -> None:
     if torch.cuda.memory_reserved(device) > FULL * torch.cuda.get_device_properties(device).total_memory:
         gc.collect()  # a run refers to itself
         torch.cuda.empty_cache()
-
-
-def inputs_of(run: Run, data_dir: Path | None, device: torch.device) -> Inputs | Streamed:
-    """The data of a run: on the device, or streamed from disk where it is a folder of images."""
-    if datasets.is_streamed(run.data):
-        return Streamed(find_folder(run.data.name, data_dir), run, device)
-    return Inputs(datasets.prepare(run.data.name, run.data, data_dir, device), run)
 
 
 def checkpoint_of(job: Job, training: dict[str, Any]) -> dict[str, Any]:

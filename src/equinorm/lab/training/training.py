@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,276 +23,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
-from ...diagnostics import filter_norms, layer_energy
+from ... import ENorm, MeanShiftRejection
 from ...models.running_statistics import update_statistics_
-from ...msr import parameter_groups, scaled_kernels
-from .. import nets as models
-from ..data import DataSet, augment, draw_lambda, mixed_loss
-from ..data.folder import SIZE, ImageFolder, stream
+from ..data import draw_lambda, mixed_loss
 from ..nets.fused import fused_kernels
-from .runs import Optim, Run
+from .inputs import Inputs, Streamed
+from .losses import LOSSES
+from .parts import build
+from .precision import default_generator, mixed_seed, precision
+from .recording import RECORDED, Extras, record
+from .runs import Run
 
-__all__ = ["LOSSES", "Inputs", "Streamed", "Training", "precision"]
+__all__ = ["Training"]
 
-TEST_BATCH = 2000
 AT_ONCE = 8  # steps in one graph at most
 PROBES = 4  # graphs from which the pace of a run is taken
 FRESH = 50  # batches from which statistics are taken anew
 FEW = 32  # images: kernels of such batches are small, and go first where others fill the device
-
-# -- what is trained ---------------------------------------------------------------------------------------------------
-
-
-def binary_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """The binary cross-entropy of each class's softmax, mean over images and classes.
-
-    The loss of Verma et al.'s program for manifold mixup, from which defazio2018 started. With ten classes that are
-    equally likely its gradient is 0.11 of the cross-entropy's.
-    """
-    with torch.autocast(logits.device.type, enabled=False):  # which does not trust it with probabilities
-        target = torch.zeros_like(logits).scatter(1, y[:, None], 1.0)
-        return F.binary_cross_entropy(logits.softmax(1), target)
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross_entropy": F.cross_entropy,
-    "binary": binary_cross_entropy,
-}
-
-# -- what the runs of a process share ----------------------------------------------------------------------------------
-
-
-class Inputs:
-    """A data set on a device, prepared as a run wants it; runs with the same `Data` share it."""
-
-    streamed = False
-
-    def __init__(self, data: DataSet, run: Run) -> None:
-        spec = run.data
-        device = data.train.images.device
-        self.spec, self.classes, self.channels_last = spec, data.classes, is_low(run.precision, device)
-        self.train, self.test_labels = data.train, data.test.labels
-        self.mean, self.std = (torch.tensor(x, device=device) for x in (spec.mean or data.mean, spec.std or data.std))
-        fixed = not (spec.crop or spec.padding or spec.flip or spec.scale)
-        self.prepared = self.seen(data.train.images, training=False) if fixed else None
-        self.test = self.seen(data.test.images, training=False)
-        channels, height, width = self.test.shape[1:]
-        self.shape = (channels, height, width)
-        self.device = device
-
-    def __len__(self) -> int:
-        return len(self.train)
-
-    def seen(self, images: Tensor, training: bool) -> Tensor:
-        """Images as a network sees them; the random part of augmentation only in training."""
-        return augment(images, self.spec, self.mean, self.std, training=training, channels_last=self.channels_last)
-
-    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The training images of `index`, augmented, and their labels."""
-        if self.prepared is not None:
-            return self.prepared[index], self.train.labels[index]
-        return self.seen(self.train.images[index], training=True), self.train.labels[index]
-
-    def examples(self, n: int) -> Tensor:
-        """The first n training images, without the random part."""
-        return self.seen(self.train.images[:n], training=False)
-
-    def tests(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.test.split(TEST_BATCH), self.test_labels.split(TEST_BATCH), strict=True)
-
-    @property
-    def test_size(self) -> int:
-        return len(self.test_labels)
-
-
-class Streamed:
-    """A folder of images that is too large for the device: worker processes decode it, batch by batch."""
-
-    streamed = True
-
-    def __init__(self, folder: ImageFolder, run: Run, device: torch.device, workers: int | None = None) -> None:
-        spec = run.data
-        self.folder, self.spec, self.device = folder, spec, device
-        self.workers = min(8, (os.cpu_count() or 1) - 1) if workers is None else workers
-        self.classes, self.channels_last = len(folder.classes), is_low(run.precision, device)
-        self.mean, self.std = (
-            torch.tensor(x, device=device) for x in (spec.mean or folder.mean, spec.std or folder.std)
-        )
-        self.shape = (3, spec.crop or SIZE, spec.crop or SIZE)
-
-    def __len__(self) -> int:
-        return len(self.folder.train)
-
-    def seen(self, images: Tensor, training: bool) -> Tensor:
-        spec = replace(self.spec, crop=None)  # the workers have cut
-        return augment(images, spec, self.mean, self.std, training=training, channels_last=self.channels_last)
-
-    def epoch(self, batch: int, **position: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of an epoch from a given one on: bytes and labels, on the device."""
-        return self._moved(stream(self.folder, self.spec, batch, training=True, workers=self.workers, **position))
-
-    def examples(self, n: int) -> Tensor:
-        images, _ = next(iter(self.epoch(min(n, len(self)))))
-        return self.seen(images, training=False)
-
-    def tests(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, labels in self._moved(stream(self.folder, self.spec, 250, training=False, workers=self.workers)):
-            yield self.seen(images, training=False), labels
-
-    def _moved(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((images.to(self.device), labels.to(self.device)) for images, labels in batches)
-
-    @property
-    def test_size(self) -> int:
-        return len(self.folder.test)
-
-
-def is_low(name: str, device: torch.device) -> bool:
-    """Whether this precision is a low one there, for which images lie in channels_last; a CPU's is float32."""
-    return name == "bfloat16" and device.type == "cuda"
-
-
-@contextmanager
-def precision(name: str, device: torch.device) -> Iterator[None]:
-    """Matrix products in full float32, in TF32, or (autocast) in bfloat16; only CUDA knows the difference."""
-    if name not in ("float32", "tf32", "bfloat16"):
-        raise ValueError(f"precision must be float32, tf32 or bfloat16, got {name!r}")
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
-    matmul.allow_tf32 = cudnn.allow_tf32 = name == "tf32"
-    cudnn.deterministic, cudnn.benchmark = True, False
-    # no cache of cast weights: a replayed graph must cast them again
-    casting: AbstractContextManager[Any] = (
-        torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if is_low(name, device) else nullcontext()
-    )
-    try:
-        with casting:
-            yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
-
-
-def mixed_seed(*parts: int) -> int:
-    """One seed from several numbers, none of which can undo another (splitmix64)."""
-    state = 0
-    for part in parts:
-        state = (state + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1  # generators want 63 bits
-
-
-# -- model, optimizer and method of a run ------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Parts:
-    model: models.Chain
-    optimizer: torch.optim.Optimizer
-    method: Any  # ENorm or MeanShiftRejection (with a state of its own), ImplicitENorm (a penalty), or None
-
-    @property
-    def penalty(self) -> ImplicitENorm | None:
-        return self.method if isinstance(self.method, ImplicitENorm) else None
-
-
-def build(run: Run, inputs: Inputs | Streamed) -> Parts:
-    """The untrained network of a run with its optimizer and method; the same for the same seed on every device."""
-    device = inputs.device
-    examples = inputs.examples(500)
-    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
-        torch.manual_seed(mixed_seed(run.seed, 0))
-        model = models.build(run.model.name, classes=inputs.classes, in_shape=inputs.shape, **run.model.options)
-        model = model.to(device)
-        if inputs.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        models.initialise_from_data(model, examples)  # with dropout, if there is some
-    example = examples[:2]
-    name, options = run.method.name, dict(run.method.options)
-    if name == "path_sgd":
-        if run.optim.momentum or run.optim.norm_rate != 1 or run.optim.bias_rate != 1:
-            raise ValueError(
-                "path_sgd has no momentum and one learning rate: momentum must be 0, norm_rate and bias_rate 1"
-            )
-        rate: Any = torch.tensor(run.optim.lr, device=device)
-        return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
-    symmetry = symmetry_of(run, model, example, options) if "enorm" in name else None
-    penalty = ImplicitENorm(model, symmetry=symmetry, **options).to(device) if name == "implicit_enorm" else None
-    optimizer = optimizer_of(run, model, penalty)
-    if penalty is not None:
-        return Parts(model, optimizer, penalty)
-    if name == "enorm":  # gradients are not carried: the next step starts with new ones
-        enorm = ENorm(model, optimizer, symmetry=symmetry, gradients=False, **options)
-        enorm.attach()
-        return Parts(model, optimizer, enorm)
-    if name == "msr":
-        # the first runs were made without `centre_luma`, and do not say so
-        rejection = MeanShiftRejection(model, optimizer, **{"centre_luma": False, **options})
-        rejection.attach()
-        return Parts(model, optimizer, rejection)
-    if name != "none":
-        raise ValueError(f"unknown method {name!r}; there are none, enorm, implicit_enorm, path_sgd, msr")
-    return Parts(model, optimizer, None)
-
-
-_SYMMETRIES: dict[str, Symmetry] = {}
-
-
-def symmetry_of(run: Run, model: nn.Module, example: Tensor, options: dict[str, Any]) -> Symmetry:
-    """The symmetry of a run's network, traced once for all runs of one architecture. Takes its own `options` out."""
-    chosen = {name: options.pop(name) for name in ("batchnorm", "keep") if name in options}
-    key = repr((run.model, tuple(example.shape), example.device, chosen))
-    if key not in _SYMMETRIES:
-        _SYMMETRIES[key] = trace(model, example, **chosen)
-    return _SYMMETRIES[key].bind(model)
-
-
-def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.Optimizer:
-    """The optimizer over parameter groups: what decays, what does not, what is slower than the rest (`part`: its
-    learning rate over the run's), and the coefficients of implicit ENorm."""
-    spec, device = run.optim, next(model.parameters()).device
-    decay = 0.0 if penalty is not None else spec.weight_decay  # implicit ENorm's penalty takes its place
-    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": decay}]
-    if any(True for _ in scaled_kernels(model)):
-        groups = parameter_groups(model, decay)
-    elif not spec.decay_norms:
-        kinds = [[p for p in model.parameters() if of_outputs(p) == norms] for norms in (False, True)]
-        groups = [{"params": kind, "weight_decay": d} for kind, d in zip(kinds, (decay, 0.0), strict=True)]
-    groups = [{**group, **slower} for group in groups for slower in by_rate(group["params"], spec, model)]
-    if penalty is not None:
-        groups.append({"params": list(penalty.parameters()), "weight_decay": 0.0})
-    on_gpu = device.type == "cuda"
-    for group in groups:
-        rate = group.get("part", 1.0) * spec.lr
-        group["lr"] = torch.tensor(rate, device=device) if on_gpu else rate
-    momentum = spec.schedule.at(0.0, run.epochs, spec.lr, spec.momentum)[1]
-    kind: dict[str, Any] = {"fused": True} if on_gpu else {"foreach": True}
-    filled = [group for group in groups if group["params"]]
-    if spec.name == "adam":
-        return torch.optim.Adam(filled, lr=spec.lr, capturable=on_gpu, **kind)
-    if spec.name != "sgd":
-        raise ValueError(f"unknown optimizer {spec.name!r}; there are sgd and adam")
-    return torch.optim.SGD(filled, lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind)
-
-
-def by_rate(parameters: Iterable[nn.Parameter], spec: Optim, model: nn.Module) -> list[dict[str, Any]]:
-    """Groups of parameters that learn equally fast."""
-    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
-    groups: dict[float, list[nn.Parameter]] = {}
-    for p in parameters:
-        part = (spec.norm_rate if of_outputs(p) else 1.0) * (spec.bias_rate if id(p) in biases else 1.0)
-        groups.setdefault(part, []).append(p)
-    return [{"params": several, "part": part} for part, several in groups.items()]
-
-
-def of_outputs(parameter: nn.Parameter) -> bool:
-    """Whether it has one number for each output, as gains, offsets and biases, e^g of mean shift rejection too."""
-    return parameter.numel() == (len(parameter) if parameter.ndim else 1)
-
-
-# -- the run -----------------------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -633,7 +377,7 @@ class Training:
     def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """A graph whose random numbers come from this run's own generator, whatever runs beside it."""
         graph = torch.cuda.CUDAGraph()
-        with _default_generator(self._generator):
+        with default_generator(self._generator):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 body()
@@ -644,7 +388,7 @@ class Training:
     def _warm_up(self) -> None:
         """Make steps that do not count: what happens only once must not happen inside a capture."""
         before, method = _copied(self._tensors()), self._method_state()
-        with self._context(), self._stream(), _default_generator(self._generator):
+        with self._context(), self._stream(), default_generator(self._generator):
             self._fill_tables()
             self._generator.manual_seed(0)
             for _ in range(2):
@@ -730,53 +474,3 @@ def _event() -> torch.cuda.Event:
 
 def _copied(tensors: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
     return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in tensors.items()}
-
-
-@contextmanager
-def _default_generator(own: torch.Generator) -> Iterator[None]:
-    """Let every random function draw from `own`, also those that cannot be told to (CUDA)."""
-    index = own.device.index or 0
-    default = torch.cuda.default_generators[index]
-    before = default.graphsafe_get_state()
-    default.graphsafe_set_state(own.graphsafe_get_state())
-    try:
-        yield
-    finally:
-        default.graphsafe_set_state(before)
-
-
-# -- what is measured besides loss and accuracy ------------------------------------------------------------------------
-
-RECORDED = ("filters", "energy", "fresh_statistics")
-QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-DEFLATED = 0.1  # of the largest filter of its layer
-
-
-Extras = dict[str, dict[str, Tensor]]
-
-
-@cache
-def _quantiles(device: torch.device) -> Tensor:
-    return torch.tensor(QUANTILES, dtype=torch.float64, device=device)
-
-
-@torch.no_grad()
-def record(run: Run, model: nn.Module) -> Extras:
-    """The extras a run asks for: magnitudes of its filters (ruff2020), energy by layer (stock2019, figure 10).
-
-    They stay on the device: whoever waits for one run keeps those beside it waiting.
-    """
-    extras: Extras = {}
-    if "filters" in run.record:
-        layers = [norms for name, norms in filter_norms(model).norms.items() if model.get_parameter(name).ndim > 2]
-        norms = torch.cat(layers).double()
-        small = torch.cat([layer < DEFLATED * layer.max() for layer in layers]).double()
-        extras["filters"] = {
-            "mean": norms.mean(),
-            "deflated": 100 * small.mean(),
-            "quantiles": torch.quantile(norms, _quantiles(norms.device)),
-        }
-    if "energy" in run.record:
-        energy = layer_energy(model)
-        extras["energy"] = {"norm": energy.norm, "layers": energy.energy}
-    return extras

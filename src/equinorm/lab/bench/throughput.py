@@ -11,10 +11,11 @@ import torch
 
 from ..data import DataSet, Split
 from ..nets import toy
-from .runs import Data, Method, Model, Optim, Run
-from .schedules import Constant
-from .trainer import make_room
-from .training import Inputs, Training
+from ..training.inputs import Inputs
+from ..training.runs import Data, Method, Model, Optim, Run
+from ..training.schedules import Constant
+from ..training.trainer import make_room
+from ..training.training import Training
 
 __all__ = ["CASES", "Speed", "measure", "random_images", "smaller"]
 

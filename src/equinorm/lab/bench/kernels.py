@@ -1,8 +1,8 @@
 """Where the time of an ENorm step goes: every kernel by itself, and other sizes of what its programs work on.
 
-    python benchmarks/kernels_enorm.py                              # on a CUDA device, a minute
-    python benchmarks/kernels_enorm.py --tune --only contiguous     # with other sizes
-    python benchmarks/kernels_enorm.py --toy                        # tiny nets, interpreted: does it run?
+    equinorm bench kernels                                             # on a CUDA device, a minute
+    python -m equinorm.lab.bench.kernels --tune --only contiguous      # with other sizes
+    python -m equinorm.lab.bench.kernels --toy                         # tiny nets, interpreted: does it run?
 
 What ENorm adds to a training step, beside other norms and beside the bytes it moves, is measured by
 `equinorm bench steps`. Here are optimizer steps alone, captured ten in a row; before each the cache is overwritten, as
@@ -15,23 +15,18 @@ import argparse
 import copy
 import os
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
-
-if "--toy" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-import equinorm
-from equinorm.enorm.sgd import ENormSGD
-from equinorm.enorm.steps import structure
-from equinorm.lab import nets as models
+from ... import ENorm, ENormSGD, trace
+from ...enorm.steps import structure
+from .. import nets as models
 
 Action = Callable[[], object]
 REPEATS = 10
@@ -65,11 +60,14 @@ def cases(toy: bool) -> Iterator[Case]:
     yield Case("bfloat16 linears", lambda: chain(*big, bias=False), (1, big[0]), torch.bfloat16)
 
 
+NAMES = tuple(case.name for case in cases(toy=True))
+
+
 def ways(case: Case, device: str) -> dict[str, Callable[[], Action]]:
     """What makes an optimizer's step: without ENorm, with it, and fused with it; all from the same start."""
     torch.manual_seed(0)
-    start = case.make().to(device, case.dtype).to(memory_format=case.memory_format)
-    symmetry = equinorm.trace(start, torch.zeros(case.example, dtype=case.dtype, device=device))
+    start = case.make().to(device, case.dtype).to(memory_format=case.memory_format)  # type: ignore[call-overload]
+    symmetry = trace(start, torch.zeros(case.example, dtype=case.dtype, device=device))
 
     def with_gradients() -> nn.Module:
         model = copy.deepcopy(start)
@@ -77,13 +75,13 @@ def ways(case: Case, device: str) -> dict[str, Callable[[], Action]]:
             q.grad = torch.randn_like(q).mul_(1e-3)
         return model
 
-    def sgd(early: bool | None = None, **options: object) -> Action:
+    def sgd(early: bool | None = None, **options: Any) -> Action:
         model = with_gradients()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
         if options:
-            enorm = equinorm.ENorm(model, optimizer, symmetry=symmetry, c=1.2, gradients=False, **options)
+            enorm = ENorm(model, optimizer, symmetry=symmetry, c=1.2, gradients=False, **options)
             if early is not None:
-                enorm.prepared.early = early
+                enorm.prepared.early = early  # type: ignore[attr-defined]
             enorm.attach()
         return optimizer.step
 
@@ -176,7 +174,8 @@ TUNED: dict[str, dict[str, int]] = {
 
 def tune(case: Case, rounds: int) -> None:
     """The same with other sizes."""
-    default, actions = structure.DEFAULT, {}
+    default = structure.DEFAULT
+    actions: dict[str, Action] = {}
     for name, sizes in TUNED.items():
         structure.DEFAULT = replace(default, **sizes)
         made = ways(case, "cuda")
@@ -186,13 +185,15 @@ def tune(case: Case, rounds: int) -> None:
         print(f"  {name:45} {statistics.median(values):.4f} ms", *kernel_times(actions[name])[:3], sep="\n      ")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--toy", action="store_true", help="tiny nets on the CPU, by the interpreter")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="cases whose name contains one of these")
     parser.add_argument("--tune", action="store_true", help="compare sizes of what programs work on")
     parser.add_argument("--rounds", type=int, default=30)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.toy:
+        os.environ["TRITON_INTERPRET"] = "1"  # triton is imported when the first kernel is asked for
     if not options.toy:
         import triton
 

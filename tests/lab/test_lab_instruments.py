@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,26 +16,13 @@ from hypothesis import strategies as st
 
 from equinorm.diagnostics import Context, plot_gradient_scans
 from equinorm.lab import nets as models
+from equinorm.lab.bench import instruments as bench
+from equinorm.lab.bench.throughput import random_images
 from equinorm.lab.experiments.common import toy_run
-from equinorm.lab.training.throughput import random_images
-from equinorm.lab.training.trainer import inputs_of
-from equinorm.lab.training.training import Inputs, Training
+from equinorm.lab.training.inputs import Inputs, inputs_of
+from equinorm.lab.training.training import Training
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "diagnostics_cifar10.py"
 CPU = torch.device("cpu")
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("diagnostics_cifar10", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load()
 LABELS = {name: [run.label for run in part.runs()] for name, part in bench.PARTS.items()}
 
 

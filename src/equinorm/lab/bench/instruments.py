@@ -1,9 +1,11 @@
 """What the instruments show on CIFAR-10: the loss along the gradient of VGG nets, the filters of ResNet-110.
 
-    python benchmarks/diagnostics_cifar10.py --data-dir DIR --out results/diagnostics          # all three parts
-    python benchmarks/diagnostics_cifar10.py --only cost --out results/diagnostics             # needs no data
-    python benchmarks/diagnostics_cifar10.py --draw --out results/diagnostics                  # figures from the logs
-    python benchmarks/diagnostics_cifar10.py --toy --out FOLDER                                # seconds on a CPU
+    equinorm bench instruments                        # all three parts, into results/diagnostics
+    equinorm bench instruments --only cost            # needs no data
+    equinorm bench instruments --quick --out FOLDER   # seconds on a CPU
+
+    python -m equinorm.lab.bench.instruments --help   # the same with lengths, seeds and another data folder
+    python -m equinorm.lab.bench.instruments --draw --out results/diagnostics   # figures from the logs
 
 Each part has a file of JSON lines in --out, written anew (atomically) whenever a run ends. A run that is there with
 these very settings and all its epochs is not made again. After --minutes, Ctrl-C or SIGTERM, runs in progress are
@@ -40,19 +42,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equinorm import diagnostics
-from equinorm.diagnostics import Context, Recorder
-from equinorm.diagnostics.recorder import EVERY
-from equinorm.files import write_text
-from equinorm.lab import nets as models
-from equinorm.lab.experiments import ruff2020
-from equinorm.lab.experiments.common import changed, toy_run
-from equinorm.lab.training.runs import Data, Method, Model, Optim, Run
-from equinorm.lab.training.schedules import Constant
-from equinorm.lab.training.trainer import about, inputs_of, interruptible
-from equinorm.lab.training.training import Inputs, Streamed, Training, precision
+from ... import diagnostics
+from ...diagnostics import Context, Recorder
+from ...diagnostics.recorder import EVERY, Instrument
+from ...files import write_text
+from .. import nets as models
+from ..experiments import ruff2020
+from ..experiments.common import changed, toy_run
+from ..training.inputs import Inputs, Streamed, inputs_of
+from ..training.precision import precision
+from ..training.runs import Data, Method, Model, Optim, Run
+from ..training.schedules import Constant
+from ..training.trainer import about, interruptible
+from ..training.training import Training
 
-Row = dict[str, Any]
+Measurement = dict[str, Any]
 FACTORS = [0.5 + 0.5 * i for i in range(8)]  # ½ ... 4 times the learning rate
 QUANTILES = 201  # of the lengths of filters: every half per cent
 LOST = 0.1  # of the longest filter of its layer, as in ruff2020/deflation
@@ -102,17 +106,17 @@ def _first_phase(run: Run) -> Run:
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def landscape_at(lr: float) -> diagnostics.Instrument:
+def landscape_at(lr: float) -> Instrument:
     """The instrument for loss and gradient along the gradient, up to four times the learning rate."""
 
-    def landscape(context: Context) -> Row:
+    def landscape(context: Context) -> Measurement:
         scan = diagnostics.gradient_scan(*context.probe(), steps=[lr * factor for factor in FACTORS])
         return {**vars(scan), "beta": scan.smoothness.beta}
 
     return landscape
 
 
-def filters(context: Context) -> Row:
+def filters(context: Context) -> Measurement:
     """Lengths of the filters of residual branches: quantiles, and shares in per cent of those that are short.
 
     Short of their own first length, or of the longest filter of their layer now.
@@ -139,7 +143,7 @@ class Part:
 
     runs: Callable[[], list[Run]]
     epochs: int
-    instrument: Callable[[Run], diagnostics.Instrument]
+    instrument: Callable[[Run], Instrument]
     every: int | None  # steps; None: an epoch
 
 
@@ -152,7 +156,7 @@ PARTS = {
 class Watched:
     """A run in progress, and the recorder that looks at it between its steps."""
 
-    def __init__(self, run: Run, inputs: Inputs | Streamed, instrument: diagnostics.Instrument, every: int | None):
+    def __init__(self, run: Run, inputs: Inputs | Streamed, instrument: Instrument, every: int | None):
         self.run, self.training = run, Training(run, inputs)
         self.every = every or self.training.steps_per_epoch
         parts = self.training.parts
@@ -200,7 +204,7 @@ class Watched:
     def _stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.training.stream) if self.training.captured else nullcontext()
 
-    def close(self) -> list[Row]:
+    def close(self) -> list[Measurement]:
         """What was measured, and a last row that says of what run; nothing before the end of the first epoch."""
         training, run = self.training, self.run
         training.close()
@@ -233,7 +237,7 @@ class Watched:
         return [{**key, **record} for record in self.recorder.records] + [{**key, **summary}]
 
 
-def until_divergence(log: Sequence[Row]) -> Sequence[Row]:
+def until_divergence(log: Sequence[Measurement]) -> Sequence[Measurement]:
     """The epochs up to the first whose loss is not a number; the device may have been ahead of the host."""
     first = next((i for i, row in enumerate(log) if not math.isfinite(row["train_loss"])), len(log))
     return log[: first + 1]
@@ -293,35 +297,35 @@ def prepared(run: Run, part: Part, options: argparse.Namespace) -> Run:
     return replace(run, seed=options.seed, epochs=asked or (run.epochs if options.toy else part.epochs))
 
 
-def is_done(run: Run, rows: Iterable[Row]) -> bool:
+def is_done(run: Run, rows: Iterable[Measurement]) -> bool:
     """Whether the rows hold this very run, to its end."""
     return any(row["key"] == run.key and (row["diverged"] or row["epochs"] == run.epochs) for row in summaries(rows))
 
 
-def sentence(summary: Row) -> str:
+def sentence(summary: Measurement) -> str:
     return f"{summary['run']}: {summary['epochs']} epochs in {summary['seconds']} s, {outcome(summary)}"
 
 
-def outcome(summary: Row) -> str:
+def outcome(summary: Measurement) -> str:
     return f"diverged in epoch {summary['epochs']}" if summary["diverged"] else f"{summary['test_accuracy']:.1f} %"
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[Measurement]:
     return diagnostics.read_records(path) if path.exists() else []
 
 
-def summaries(rows: Iterable[Row]) -> list[Row]:
+def summaries(rows: Iterable[Measurement]) -> list[Measurement]:
     """The last row of every run; those of an earlier format have no key."""
     return [row for row in rows if row.get("finished") and "key" in row]
 
 
-def put(path: Path, rows: Sequence[Row], labels: Sequence[str]) -> None:
+def put(path: Path, rows: Sequence[Measurement], labels: Sequence[str]) -> None:
     """Give a file the rows of a run in the place of those it has of it; rows of none of the labels are left out."""
 
-    def name(row: Row) -> tuple[str, int]:
+    def name(row: Measurement) -> tuple[str, int]:
         return row["run"], row["seed"]
 
     known = read(path)
@@ -331,7 +335,7 @@ def put(path: Path, rows: Sequence[Row], labels: Sequence[str]) -> None:
     write_lines(path, ordered)
 
 
-def write_lines(path: Path, rows: Iterable[Row]) -> None:
+def write_lines(path: Path, rows: Iterable[Measurement]) -> None:
     write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
@@ -339,7 +343,7 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecordedStep:
     """A training step of ResNet-18 that is measured without a recorder and with one."""
 
     batch: int
@@ -354,8 +358,8 @@ class Setting:
         return f"ResNet-18, {self.batch} images of {self.size} x {self.size}"
 
 
-SETTINGS = (Setting(128, 32, 10), Setting(64, 224, 1000))
-TOY_SETTINGS = (Setting(4, 8, 10, width=4, pairs=6, block=2),)
+SETTINGS = (RecordedStep(128, 32, 10), RecordedStep(64, 224, 1000))
+TOY_SETTINGS = (RecordedStep(4, 8, 10, width=4, pairs=6, block=2),)
 
 
 def run_cost(options: argparse.Namespace, must_stop: Callable[[], bool]) -> None:
@@ -369,7 +373,7 @@ def run_cost(options: argparse.Namespace, must_stop: Callable[[], bool]) -> None
         print(cost_sentence(row), flush=True)
 
 
-def measure_cost(setting: Setting, device: torch.device, every: int) -> Row:
+def measure_cost(setting: RecordedStep, device: torch.device, every: int) -> Measurement:
     """What a default recorder adds to a step, in per cent, and what memory it holds after 1, 2 and 4 intervals."""
     model, optimizer, step = training_step(setting, device)
     recorder = Recorder(model, optimizer, every=setting.block, max_share=None, attach=False)
@@ -388,7 +392,7 @@ def measure_cost(setting: Setting, device: torch.device, every: int) -> Row:
         recorder.advance()
     pairs = [take_turns(block, recorded_first=bool(i % 2)) for i in range(setting.pairs)]
     recorder.close()
-    row: Row = {"setting": setting.name, "every": every, "pairs": setting.pairs, "block": setting.block}
+    row: Measurement = {"setting": setting.name, "every": every, "pairs": setting.pairs, "block": setting.block}
     for number, clock in enumerate(("device", "wall")):
         without, with_one = ([block[number] for block in column] for column in zip(*pairs, strict=True))
         row[clock] = added(without, with_one, setting.block, every)
@@ -402,7 +406,7 @@ def take_turns(block: Callable[[bool], Any], recorded_first: bool) -> tuple[Any,
     return (second, first) if recorded_first else (first, second)
 
 
-def added(without: Sequence[float], with_one: Sequence[float], block: int, every: int) -> Row:
+def added(without: Sequence[float], with_one: Sequence[float], block: int, every: int) -> Measurement:
     """The cost of one recording in `every` steps, from milliseconds of pairs of blocks, one with a recording."""
     step = statistics.median(without) / block
     each = [b - a for a, b in zip(without, with_one, strict=True)]
@@ -424,14 +428,14 @@ def bootstrap(values: Sequence[float], repeats: int = 5000) -> list[float]:
     return medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
 
 
-def training_step(setting: Setting, device: torch.device) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
+def training_step(setting: RecordedStep, device: torch.device) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
     """A model with its optimizer and an ordinary step: bfloat16 by autocast and channels_last on a GPU."""
     on_gpu = device.type == "cuda"
     layout = torch.channels_last if on_gpu else torch.contiguous_format
     torch.manual_seed(0)
     shape = (3, setting.size, setting.size)
     model = models.build("resnet18", classes=setting.classes, in_shape=shape, width=setting.width)
-    model = model.to(device, memory_format=layout)
+    model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(setting.batch, *shape, device=device).contiguous(memory_format=layout)
     y = torch.randint(setting.classes, (setting.batch,), device=device)
@@ -470,7 +474,9 @@ class Clock:
             self.device_ms = self.events[0].elapsed_time(self.events[1])
 
 
-def memory(model: Any, optimizer: Any, step: Callable[[], None], device: torch.device, every: int) -> Row | None:
+def memory(
+    model: Any, optimizer: Any, step: Callable[[], None], device: torch.device, every: int
+) -> Measurement | None:
     """MiB on the device before a recorder is attached and after 1, 2 and 4 of its intervals; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -480,7 +486,7 @@ def memory(model: Any, optimizer: Any, step: Callable[[], None], device: torch.d
         return round(torch.cuda.memory_allocated() / 2**20, 3)
 
     step()
-    found: Row = {"without": allocated()}
+    found: Measurement = {"without": allocated()}
     with Recorder(model, optimizer, every, max_share=None):
         for interval in range(1, 5):
             for _ in range(every):
@@ -490,7 +496,7 @@ def memory(model: Any, optimizer: Any, step: Callable[[], None], device: torch.d
     return found
 
 
-def cost_sentence(row: Row) -> str:
+def cost_sentence(row: Measurement) -> str:
     def one(clock: str) -> str:
         found = row[clock]
         low, high = found["added_percent_95"]
@@ -529,7 +535,7 @@ def draw(out: Path) -> None:
             print(cost_sentence(row))
 
 
-def draw_vgg(rows: Sequence[Row]) -> tuple[str, Any]:
+def draw_vgg(rows: Sequence[Measurement]) -> tuple[str, Any]:
     runs = {}
     shown = list(first_seeds(rows))
     for summary, own in shown:
@@ -550,7 +556,7 @@ def draw_vgg(rows: Sequence[Row]) -> tuple[str, Any]:
     return "vgg_landscape", figure
 
 
-def draw_resnet110(rows: Sequence[Row]) -> tuple[str, Any]:
+def draw_resnet110(rows: Sequence[Measurement]) -> tuple[str, Any]:
     runs, sentences, change = {}, [], {}
     for summary, own in first_seeds(rows):
         moments = [(row["step"] / summary["steps_per_epoch"], row["filters"]) for row in own]
@@ -584,7 +590,7 @@ def filters_title(change: dict[str, float]) -> str:
     return "Lengths of filters under BatchNorm with weight decay, without, and under LUMA"
 
 
-def first_seeds(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
+def first_seeds(rows: Sequence[Measurement]) -> Iterator[tuple[Measurement, list[Measurement]]]:
     """Of every method the run with the lowest seed: its summary, and its measurements."""
     seen = set()
     for summary in sorted(summaries(rows), key=lambda row: row["seed"]):
@@ -594,7 +600,7 @@ def first_seeds(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
             yield summary, [row for row in own if "step" in row]
 
 
-def setting_sentence(network: str, rows: Sequence[Row]) -> str:
+def setting_sentence(network: str, rows: Sequence[Measurement]) -> str:
     """What was trained, on what, for how long and how often, from the rows themselves."""
     found = summaries(rows)
     trained = [row for row in found if not row["diverged"]] or found

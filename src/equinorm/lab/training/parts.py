@@ -1,0 +1,124 @@
+"""What a run is made of before its first step: model, optimizer and method, from its description and its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
+from ...msr import parameter_groups, scaled_kernels
+from .. import nets as models
+from .inputs import Inputs, Streamed
+from .precision import mixed_seed
+from .runs import Optim, Run
+
+__all__ = ["Parts", "build", "optimizer_of"]
+
+
+@dataclass(eq=False)
+class Parts:
+    model: models.Chain
+    optimizer: torch.optim.Optimizer
+    method: Any  # ENorm or MeanShiftRejection (with a state of its own), ImplicitENorm (a penalty), or None
+
+    @property
+    def penalty(self) -> ImplicitENorm | None:
+        return self.method if isinstance(self.method, ImplicitENorm) else None
+
+
+def build(run: Run, inputs: Inputs | Streamed) -> Parts:
+    """The untrained network of a run with its optimizer and method; the same for the same seed on every device."""
+    device = inputs.device
+    examples = inputs.examples(500)
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        torch.manual_seed(mixed_seed(run.seed, 0))
+        model = models.build(run.model.name, classes=inputs.classes, in_shape=inputs.shape, **run.model.options)
+        model = model.to(device)
+        if inputs.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        models.initialise_from_data(model, examples)  # with dropout, if there is some
+    example = examples[:2]
+    name, options = run.method.name, dict(run.method.options)
+    if name == "path_sgd":
+        if run.optim.momentum or run.optim.norm_rate != 1 or run.optim.bias_rate != 1:
+            raise ValueError(
+                "path_sgd has no momentum and one learning rate: momentum must be 0, norm_rate and bias_rate 1"
+            )
+        rate: Any = torch.tensor(run.optim.lr, device=device)
+        return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
+    symmetry = symmetry_of(run, model, example, options) if "enorm" in name else None
+    penalty = ImplicitENorm(model, symmetry=symmetry, **options).to(device) if name == "implicit_enorm" else None
+    optimizer = optimizer_of(run, model, penalty)
+    if penalty is not None:
+        return Parts(model, optimizer, penalty)
+    if name == "enorm":  # gradients are not carried: the next step starts with new ones
+        enorm = ENorm(model, optimizer, symmetry=symmetry, gradients=False, **options)
+        enorm.attach()
+        return Parts(model, optimizer, enorm)
+    if name == "msr":
+        # the first runs were made without `centre_luma`, and do not say so
+        rejection = MeanShiftRejection(model, optimizer, **{"centre_luma": False, **options})
+        rejection.attach()
+        return Parts(model, optimizer, rejection)
+    if name != "none":
+        raise ValueError(f"unknown method {name!r}; there are none, enorm, implicit_enorm, path_sgd, msr")
+    return Parts(model, optimizer, None)
+
+
+_SYMMETRIES: dict[str, Symmetry] = {}
+
+
+def symmetry_of(run: Run, model: nn.Module, example: Tensor, options: dict[str, Any]) -> Symmetry:
+    """The symmetry of a run's network, traced once for all runs of one architecture. Takes its own `options` out."""
+    chosen = {name: options.pop(name) for name in ("batchnorm", "keep") if name in options}
+    key = repr((run.model, tuple(example.shape), example.device, chosen))
+    if key not in _SYMMETRIES:
+        _SYMMETRIES[key] = trace(model, example, **chosen)
+    return _SYMMETRIES[key].bind(model)
+
+
+def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch.optim.Optimizer:
+    """The optimizer over parameter groups: what decays, what does not, what is slower than the rest (`part`: its
+    learning rate over the run's), and the coefficients of implicit ENorm."""
+    spec, device = run.optim, next(model.parameters()).device
+    decay = 0.0 if penalty is not None else spec.weight_decay  # implicit ENorm's penalty takes its place
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": decay}]
+    if any(True for _ in scaled_kernels(model)):
+        groups = parameter_groups(model, decay)
+    elif not spec.decay_norms:
+        kinds = [[p for p in model.parameters() if of_outputs(p) == norms] for norms in (False, True)]
+        groups = [{"params": kind, "weight_decay": d} for kind, d in zip(kinds, (decay, 0.0), strict=True)]
+    groups = [{**group, **slower} for group in groups for slower in by_rate(group["params"], spec, model)]
+    if penalty is not None:
+        groups.append({"params": list(penalty.parameters()), "weight_decay": 0.0})
+    on_gpu = device.type == "cuda"
+    for group in groups:
+        rate = group.get("part", 1.0) * spec.lr
+        group["lr"] = torch.tensor(rate, device=device) if on_gpu else rate
+    momentum = spec.schedule.at(0.0, run.epochs, spec.lr, spec.momentum)[1]
+    kind: dict[str, Any] = {"fused": True} if on_gpu else {"foreach": True}
+    filled = [group for group in groups if group["params"]]
+    if spec.name == "adam":
+        return torch.optim.Adam(filled, lr=spec.lr, capturable=on_gpu, **kind)
+    if spec.name != "sgd":
+        raise ValueError(f"unknown optimizer {spec.name!r}; there are sgd and adam")
+    return torch.optim.SGD(filled, lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind)
+
+
+def by_rate(parameters: Iterable[nn.Parameter], spec: Optim, model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of parameters that learn equally fast."""
+    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
+    groups: dict[float, list[nn.Parameter]] = {}
+    for p in parameters:
+        part = (spec.norm_rate if of_outputs(p) else 1.0) * (spec.bias_rate if id(p) in biases else 1.0)
+        groups.setdefault(part, []).append(p)
+    return [{"params": several, "part": part} for part, several in groups.items()]
+
+
+def of_outputs(parameter: nn.Parameter) -> bool:
+    """Whether it has one number for each output, as gains, offsets and biases, e^g of mean shift rejection too."""
+    return parameter.numel() == (len(parameter) if parameter.ndim else 1)
