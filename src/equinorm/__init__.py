@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         zero_mean_init_,
     )
     from .symmetry import Symmetry, TraceError, trace
+    from .unitfilters.parametrization import unit_filters_
+    from .unitfilters.unitfilters import UnitFilters
     from .weightnorm.parametrizations import (
         apply_weight_norm_,
         centred_weight_norm_,
@@ -49,6 +51,7 @@ _HOME = {
     "PathSGD": "enorm.pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
+    "UnitFilters": "unitfilters.unitfilters",
     "add_input_noise_": "msr.rejection",
     "apply_mean_shift_rejection_": "msr.rejection",
     "apply_weight_norm_": "weightnorm.parametrizations",
@@ -66,6 +69,7 @@ _HOME = {
     "remove_weight_norm_": "weightnorm.parametrizations",
     "scaled_weight_norm_": "weightnorm.parametrizations",
     "trace": "symmetry",
+    "unit_filters_": "unitfilters.parametrization",
     "update_statistics_": "models.running_statistics",
     "weight_standardization_": "weightnorm.parametrizations",
     "zero_mean_init_": "msr.rejection",
@@ -82,6 +86,7 @@ __all__ = [
     "PathSGD",
     "Symmetry",
     "TraceError",
+    "UnitFilters",
     "add_input_noise_",
     "apply_mean_shift_rejection_",
     "apply_weight_norm_",
@@ -101,6 +106,7 @@ __all__ = [
     "remove_weight_norm_",
     "scaled_weight_norm_",
     "trace",
+    "unit_filters_",
     "update_statistics_",
     "weight_standardization_",
     "zero_mean_init_",

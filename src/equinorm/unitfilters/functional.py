@@ -13,7 +13,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NEWTON_SCHULZ", "Filters", "Over", "orthogonalize", "project_", "project_all_", "tangent_all_"]
+__all__ = [
+    "NEWTON_SCHULZ",
+    "Filters",
+    "Over",
+    "mean_over",
+    "orthogonalize",
+    "project_",
+    "project_all_",
+    "tangent_all_",
+]
 
 Over = Literal["filter", "window"]
 """What the mean is taken over that zero-mean filters lose: all of a filter, or the window of each input channel."""
@@ -54,6 +63,19 @@ class Filters(NamedTuple):
         if self.over == "filter":
             return self.within
         return tuple(range(2, self.weight.ndim)) if math.prod(self.weight.shape[2:]) > 1 else ()
+
+
+def mean_over(zero_mean: bool | Over) -> Over | None:
+    """What `zero_mean=` says: True is "filter", False is None.
+
+    >>> mean_over(True)
+    'filter'
+    """
+    if isinstance(zero_mean, bool):
+        return "filter" if zero_mean else None
+    if zero_mean not in ("filter", "window"):
+        raise ValueError(f'zero_mean is True, False, "filter" or "window", got {zero_mean!r}')
+    return zero_mean
 
 
 @torch.no_grad()
