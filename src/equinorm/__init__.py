@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import diagnostics, enorm, equilibrium, msr, nn, normprop, norms, skipinit, weightnorm
+    from . import diagnostics, enorm, equilibrium, msr, nn, normprop, norms, skipinit, unitfilters, weightnorm
     from .balance import BalanceReport, balance_
     from .conversion import convert, fold
     from .enorm.enorm import ENorm
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .msr.rejection import MeanShiftRejection
     from .registry import methods, register_method
     from .symmetry import Symmetry, TraceError, trace
+    from .unitfilters.parametrization import unit_filters_
+    from .unitfilters.unitfilters import UnitFilters
     from .weightnorm.apply import centred_weight_norm_, scaled_weight_norm_, weight_norm_, weight_standardization_
     from .weightnorm.init import data_dependent_init_
 
@@ -42,6 +44,7 @@ _HOME = {
     "PathSGD": "enorm.pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
+    "UnitFilters": "unitfilters.unitfilters",
     "add_input_noise_": "msr.noise",
     "balance_": "balance",
     "centred_weight_norm_": "weightnorm.apply",
@@ -62,6 +65,8 @@ _HOME = {
     "scaled_weight_norm_": "weightnorm.apply",
     "skipinit": "",
     "trace": "symmetry",
+    "unit_filters_": "unitfilters.parametrization",
+    "unitfilters": "",
     "update_statistics_": "models.running_statistics",
     "weight_norm_": "weightnorm.apply",
     "weight_standardization_": "weightnorm.apply",
