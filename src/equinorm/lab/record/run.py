@@ -1,0 +1,86 @@
+"""`python -m equinorm.lab.record.run --data DIR --out DIR --minutes M --only check,ladder,choose,final,batch`
+
+Everything that fits in that time, in the order of importance; what stands in the logs already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .check import check
+from .config import Config
+from .data import read_cifar10, toy_images
+from .log import Log, table
+from .plans import batch, choose, final, ladder
+from .runner import OutOfTimeError, Runner
+
+__all__ = ["PARTS", "main"]
+
+PARTS = ("check", "ladder", "choose", "final", "batch")
+RESULTS = Path("results/without-batch-statistics")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that are asked for; 0 also where single runs failed, which the table shows."""
+    options = _options(arguments)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.backends.cudnn.benchmark = True
+    limits: Any = torch._dynamo.config if hasattr(torch, "_dynamo") else None
+    if limits is not None:
+        limits.recompile_limit = 64
+    images = toy_images(device) if options.toy else read_cifar10(options.data, device)
+    log = Log(options.out, RESULTS, retry=options.retry)
+    run = Runner(images, log, options.minutes, options.toy)
+    config = None
+    if options.config is not None:
+        changes = json.loads(options.config)
+        config = Config().but(**{name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()})
+    parts: dict[str, Any] = {
+        "check": lambda: check(run),
+        "ladder": lambda: ladder(run),
+        "choose": lambda: choose(run),
+        "final": lambda: final(run, config, options.n),
+        "batch": lambda: batch(run, options.epochs, options.seeds),
+    }
+    for part in options.only:
+        run.say(f"-- {part}")
+        try:
+            parts[part]()
+        except OutOfTimeError as error:
+            run.say(f"{part}: no time left for {error}")
+        except Exception:  # the other parts are to go on
+            run.say(f"{part} failed:\n{traceback.format_exc()[-3000:]}")
+        run.forget()
+    print(table(run.touched))
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="equinorm.lab.record.run", description=__doc__)
+    parser.add_argument("--data", type=Path, default=Path("data"), help="holds cifar-10-batches-bin")
+    parser.add_argument("--out", type=Path, default=Path("out/record"), help="where logs are written, and read first")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing that would not end in this time")
+    parser.add_argument("--only", type=lambda said: said.split(","), default=list(PARTS), help=", ".join(PARTS))
+    parser.add_argument("--toy", action="store_true", help="200 images of noise and a tiny net, on any machine")
+    parser.add_argument("--device", help="cuda if there is one")
+    parser.add_argument("--retry", action="store_true", help="run again what failed before")
+    parser.add_argument("--config", help="final: changes of the setting as JSON, in place of the ladder's choice")
+    parser.add_argument("--n", type=int, default=20, help="final: runs of each net")
+    parser.add_argument("--epochs", type=float, default=3.0, help="batch: epochs at every size")
+    parser.add_argument("--seeds", type=int, default=3, help="batch: seeds")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.only) - set(PARTS):
+        parser.error(f"--only: no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
