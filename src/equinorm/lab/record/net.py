@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...equilibrium.layers import EquiNormConv2d
 from ...launch import plain_only
-from ...msr.rejection import zero_mean_init_
+from ...msr import zero_mean_init_
 from .config import Config, rates
 from .data import CHANNELS
 
