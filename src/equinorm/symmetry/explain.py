@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from html import escape
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, fx
 
+from ..errors import meant
 from .capture import Captured, is_torch_file, source_line
 from .interpreter import Interpreter
 from .scales import FROZEN
@@ -33,7 +38,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `Symmetry.explain` returns: print it, or read `rows`, `summary`, `to_dict()`."""
+    """What `Symmetry.explain` returns: print it, or read `rows`, `summary`, `to_dict()`.
+
+    >>> explanation[:10]                          # the same with the first ten rows
+    >>> explanation["layer1.0.conv1.weight"]      # or with those of one parameter, or of a pattern
+    """
 
     summary: str
     rows: tuple[Row, ...]
@@ -43,8 +52,53 @@ class Explanation:
         """Plain numbers, strings, lists and dicts, ready for JSON."""
         return asdict(self)
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @overload
+    def __getitem__(self, key: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, key: slice | str) -> Explanation: ...
+
+    def __getitem__(self, key: int | slice | str) -> Row | Explanation:
+        if isinstance(key, int):
+            return self.rows[key]
+        if isinstance(key, slice):
+            return replace(self, rows=self.rows[key])
+        rows = tuple(row for row in self.rows if fnmatchcase(row.parameter, key))
+        if not rows:
+            raise KeyError(f"no parameter is called {key!r}{meant(key, [row.parameter for row in self.rows])}")
+        return replace(self, rows=rows)
+
     def __str__(self) -> str:
-        head = ("parameter", "shape", "axis", "free", "frozen because")
+        if not self.rows:
+            return self.summary
+        lines = self._lines()
+        widths = [max(len(line[i]) for line in [_HEAD, *lines]) for i in range(4)]
+        shown = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]]).rstrip()
+            for line in [_HEAD, (*("─" * w for w in widths), "─" * len(_HEAD[4])), *lines]
+        ]
+        return "\n".join([self.summary, "", *shown])
+
+    def __repr__(self) -> str:
+        return f"<explanation of {self.summary.splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEAD)
+        lines = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in self._lines())
+        rows = "".join(f"<tr>{line}</tr>" for line in lines)
+        summary = "<br>".join(map(escape, self.summary.splitlines()))
+        return f"<p>{summary}</p>" + (f"<table><tr>{head}</tr>{rows}</table>" if self.rows else "")
+
+    def _lines(self) -> list[tuple[str, ...]]:
         lines: list[tuple[str, ...]] = []
         last = None
         for row in self.rows:
@@ -55,12 +109,36 @@ class Explanation:
             if row.scales != row.free:
                 free += f" ({row.scales:,} scale{'' if row.scales == 1 else 's'})"
             lines.append(("" if again else row.parameter, shape, row.axis, free, row.because))
-        widths = [max(len(line[i]) for line in [head, *lines]) for i in range(4)]
-        shown = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]]).rstrip()
-            for line in [head, (*("─" * w for w in widths), "─" * len(head[4])), *lines]
-        ]
-        return "\n".join([self.summary, "", *shown])
+        return lines
+
+
+_HEAD = ("parameter", "shape", "axis", "free", "frozen because")
+
+
+class Explainer:
+    """Says what a trace found when it is first asked, and then lets go of the trace."""
+
+    def __init__(self, model: str, captured: Captured, interpreter: Interpreter, num_scales: int) -> None:
+        self._explain: Callable[[], Explanation] | None = partial(explain, model, captured, interpreter, num_scales)
+        self._explanation: Explanation | None = None
+
+    def __call__(self) -> Explanation:
+        if self._explanation is None:
+            assert self._explain is not None
+            self._explanation, self._explain = self._explain(), None
+        return self._explanation
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Explainer:
+        return self  # what was found does not change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _explained, (self(),)
+
+
+def _explained(explanation: Explanation) -> Explainer:
+    explainer = object.__new__(Explainer)
+    explainer._explain, explainer._explanation = None, explanation
+    return explainer
 
 
 def explain(model: str, captured: Captured, t: Interpreter, num_scales: int) -> Explanation:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Captured, capture, unwrap
-from .explain import Explanation, explain
+from .explain import Explainer, Explanation
 from .interpreter import Interpreter
 from .scales import FROZEN
 
@@ -78,14 +78,18 @@ class Symmetry:
         self.model = model
         self.parameters, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
-        self._explanation = explain(type(model).__name__, captured, interpreter, self.num_scales)
+        self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
-        return f"<Symmetry of {self._explanation.summary.splitlines()[0]}>"
+        return f"<Symmetry of {self.explain().summary.splitlines()[0]}>"
 
-    def explain(self) -> Explanation:
-        """Every parameter: which axes are free, which are frozen, and why. Print it, or read its `rows`."""
-        return self._explanation
+    def explain(self, summary: bool = False) -> Explanation:
+        """Every parameter: which axes are free, which are frozen, and why. Print it, or read its `rows`.
+
+        `summary=True` leaves out the rows, which large models have thousands of.
+        """
+        explanation = self._explainer()
+        return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
         """The same symmetry on another copy of the model (an average of its weights, a deepcopy)."""
