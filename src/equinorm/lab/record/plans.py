@@ -17,6 +17,8 @@ EPOCHS = (8, 10, 12, 14, 16, 18, 20, 24)
 TRIED_AT = 12
 """Epochs of the runs in which options are compared."""
 TARGET = 94.0
+RESERVED = 230.0
+"""Seconds for what comes after the options: their best ones anew and together, and the compiled runs."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch 500": {"batch": 500},
@@ -61,6 +63,9 @@ def ladder(run: Runner) -> None:
         run.alone("ladder", f"captured, {epochs} epochs", base.but(epochs=epochs), range(3))
         run.forget()
     for name, changes in OPTIONS.items():
+        if run.left() < RESERVED:
+            run.say("options are left for another time")
+            break
         run.alone("ladder", name, base.but(epochs=TRIED_AT, **changes), range(3))
         run.forget()
     best = sorted(OPTIONS, key=lambda name: -_gain(run.log, run.adapted(base.but(epochs=TRIED_AT)), OPTIONS[name], run))
