@@ -285,11 +285,11 @@ def _why_not(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], er
     return f"{head}\nCheck that `model(*example_inputs)` runs with inputs of these shapes and dtypes."
 
 
-# -- writes in place ---------------------------------------------------------------------------------------------------
+# -- writes and aliases ------------------------------------------------------------------------------------------------
 
 # These hand out their input itself in some modes, although their schemas do not say so.
 _MAY_ALIAS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.type_as", "aten.einsum")
-# In-place ops that leave every label as it was, so that it does not matter who else sees the tensor.
+# In-place ops that leave every label as it was: who else sees the tensor loses what was known of its values, no more.
 _KEEPS_LABELS = (
     "aten.relu_.",
     "aten.leaky_relu_.",
@@ -300,6 +300,10 @@ _KEEPS_LABELS = (
 )
 
 
+def keeps_labels(node: fx.Node) -> bool:
+    return str(node.target).startswith(_KEEPS_LABELS)
+
+
 def is_inplace(node: fx.Node) -> bool:
     """Whether a node writes to its first argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.arguments:
@@ -308,13 +312,40 @@ def is_inplace(node: fx.Node) -> bool:
     return alias is not None and alias.is_write
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node writes to, by the schema of its op: of all arguments, in lists and by keyword."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    written: list[fx.Node] = []
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.alias_info is None or not declared.alias_info.is_write:
+            continue
+        argument = node.args[position] if position < len(node.args) else node.kwargs.get(declared.name)
+        written += [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, fx.Node)]
+    return written
+
+
+def memory_of(node: fx.Node) -> frozenset[int]:
+    """Which storages a node's tensors lie in, as they did when the model ran for the export.
+
+    What schemas do not say is seen here too: that einsum gave a view of its operand, or dropout its input itself.
+    """
+    tensors = (leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor))
+    return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided)
+
+
 def _is_view(node: fx.Node) -> bool:
     if callable(node.target) and getattr(node.target, "__name__", "") == "getitem":
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    shared = any(result.alias_info is not None for result in node.target._schema.returns)
-    return shared or str(node.target).startswith(_MAY_ALIAS)
+    return _says_alias(node) or str(node.target).startswith(_MAY_ALIAS)
+
+
+def _says_alias(node: fx.Node) -> bool:
+    """Whether the schema of a node's op says that a result may be a view of an argument."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -329,32 +360,65 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
+class Memory:
+    """Which nodes of a graph lie in the same memory: by the schemas of the ops, and by where their tensors lay."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.order = {node: i for i, node in enumerate(module.graph.nodes)}
+        self.base = {node: base_of(node) for node in self.order}
+        self._by_base: dict[fx.Node, list[fx.Node]] = {}
+        self._by_storage: dict[int, list[fx.Node]] = {}
+        for node, root in self.base.items():
+            self._by_base.setdefault(root, []).append(node)
+            for storage in memory_of(node):
+                self._by_storage.setdefault(storage, []).append(node)
+
+    def sharing(self, node: fx.Node) -> list[fx.Node]:
+        """Every node that may lie in the memory of this one, itself among them."""
+        members = dict.fromkeys(self._by_base[self.base[node]])
+        for storage in memory_of(node):
+            members.update(dict.fromkeys(self._by_storage[storage]))
+        return list(members)
+
+    def is_read_after(self, node: fx.Node, now: fx.Node) -> bool:
+        return any(self.order[user] > self.order[now] for user in node.users if user in self.order)
+
+    def is_hidden(self, node: fx.Node) -> bool:
+        """Whether a node is a view that the schema of its op says nothing of: torch's own functionalisation, which
+        goes by schemas, loses what is written to it."""
+        if not isinstance(node.target, torch._ops.OpOverload) or _says_alias(node):
+            return False
+        own = memory_of(node)
+        return bool(own) and any(own & memory_of(source) for source in node.all_input_nodes)
+
+
 def _must_functionalise(module: fx.GraphModule, writable: set[str]) -> bool:
-    """Whether an in-place op changes labels of a tensor that something else still looks at.
+    """Whether a write changes labels of a tensor that something else still looks at, so that the graph is needed in
+    a form without writes.
 
     `writable` names the placeholders one may write to: buffers, whose content is frozen anyway.
     """
-    order = {node: i for i, node in enumerate(module.graph.nodes)}
-    base = {node: base_of(node) for node in order}
-    family: dict[fx.Node, list[fx.Node]] = {}
-    for node, root in base.items():
-        family.setdefault(root, []).append(node)
+    memory = Memory(module)
+    needed = False
     nested = (m for m in module.children() if isinstance(m, fx.GraphModule))
     if any(_must_functionalise(m, writable=set()) for m in nested):
-        return True
-    for node in order:
-        if not is_inplace(node) or str(node.target).startswith(_KEEPS_LABELS):
-            continue
-        written = node.args[0]
-        if not isinstance(written, fx.Node) or base[written].name in writable:
-            continue
-        if base[written].op == "placeholder":
-            return True
-        for relative in family[base[written]]:
-            seen_later = any(order[user] > order[node] for user in relative.users)
-            if relative is not written and order[relative] < order[node] and seen_later:
-                return True  # an older view of the same memory is read after the write
-    return False
+        needed = True
+    for node in memory.order:
+        for written in written_by(node):
+            if any(memory.is_hidden(relative) for relative in memory.sharing(written)):
+                return False  # it would be lost: the interpreter freezes all that shares this memory
+            if not is_inplace(node) or written is not node.args[0]:
+                needed = True  # no rule is asked about such a write
+                continue
+            if keeps_labels(node) or memory.base[written].name in writable:
+                continue
+            if memory.base[written].op == "placeholder":
+                needed = True
+            for relative in memory.sharing(written):
+                # an older view of the same memory that is read after the write
+                before = memory.order[relative] < memory.order[node]
+                needed |= relative is not written and before and memory.is_read_after(relative, node)
+    return needed
 
 
 # -- describing the result ---------------------------------------------------------------------------------------------
@@ -398,9 +462,10 @@ def _described(
 def _written(module: fx.GraphModule) -> set[str]:
     """Names of placeholders that the graph, or a region inside it, writes to."""
     found = set()
+    memory = Memory(module)
     for node in module.graph.nodes:
-        if is_inplace(node) and isinstance(node.args[0], fx.Node):
-            found.add(base_of(node.args[0]).name)
+        for written in written_by(node):
+            found |= {member.name for member in memory.sharing(written) if member.op == "placeholder"}
         regions = [n for n in node.all_input_nodes if n.op == "get_attr"]
         inner = [m for n in regions if isinstance(m := getattr(module, str(n.target), None), fx.GraphModule)]
         if any(_written(m) for m in inner):

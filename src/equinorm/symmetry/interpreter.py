@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from . import labels as lb
-from .capture import Captured, base_of, is_inplace
+from .capture import Captured, Memory, is_inplace, keeps_labels, memory_of, written_by
 from .scales import FROZEN, ZERO, Scales
 from .values import Form, Role, Value, activation, axes_of, frozen, known
 
@@ -57,6 +57,18 @@ class Arguments:
         return self._values
 
 
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _holds_less(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether numbers of one floating dtype lose digits or range in another."""
+    if not _is_float(dtype) or not _is_float(than):
+        return False
+    a, b = torch.finfo(dtype), torch.finfo(than)
+    return a.eps > b.eps or a.max < b.max
+
+
 class Interpreter:
     """Runs the graph on labels. Rules (see `rules/`) are called with it and an op's arguments."""
 
@@ -71,6 +83,7 @@ class Interpreter:
         self.depends: list[list[int]] = []  # for each node, the nodes it reads
         self._index: dict[fx.Node, int] = {}
         self._outer: list[int] = []  # what the region being interpreted depends on
+        self._scopes: list[tuple[dict[fx.Node, Any], Memory]] = []  # the graphs being interpreted, the outermost first
 
     # -- the walk --------------------------------------------------------------------------------------------------
 
@@ -83,6 +96,8 @@ class Interpreter:
     def graph(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Interpret one graph; called again for the sub-graphs of `no_grad` and autocast regions."""
         env: dict[fx.Node, Any] = {}
+        memory = Memory(module)
+        self._scopes.append((env, memory))
         feed = iter(inputs)
         result: Any = ()
         for node in module.graph.nodes:
@@ -97,12 +112,50 @@ class Interpreter:
                 env[node] = self._attribute(module, node)
             else:
                 env[node] = self._call(node, env)
-                if is_inplace(node) and isinstance(written := node.args[0], fx.Node):
-                    env[written] = env[node]  # later readers see the new content
-                    self._index[written] = self.now
-                    if base_of(written).op == "placeholder":  # a buffer outlives this call
-                        self.freeze(*self._tensors(env[node]))
+                if written := written_by(node):
+                    self._write(node, written, env, memory)
+        self._scopes.pop()
         return result
+
+    def _write(self, node: fx.Node, written: list[fx.Node], env: dict[fx.Node, Any], memory: Memory) -> None:
+        """Later readers see the new content of what a node has written to, and of all that lies in its memory.
+
+        Of an in-place op on its first argument the result is the new content, as its rule says. Whatever else shares
+        that memory, or is written in another way, is neither known nor free from here on.
+        """
+        plain = is_inplace(node) and written == [node.args[0]]
+        if plain:
+            env[written[0]] = env[node]
+            self._index[written[0]] = self.now
+        shared = dict.fromkeys(member for each in written for member in memory.sharing(each))
+        others = [member for member in shared if member in env and member is not node]
+        if plain:
+            others = [member for member in others if member is not written[0]]
+        outer = [
+            (scope, member)
+            for scope, around in self._scopes[:-1]
+            for member in around.order
+            if member in scope and any(memory_of(member) & memory_of(each) for each in written)
+        ]
+        touched = [(env, member) for member in others if memory.is_read_after(member, node)] + outer
+        if any(member.op == "placeholder" for member in shared):  # a buffer outlives this call
+            self.freeze(*self._tensors(env[node]))
+        for scope, member in touched:
+            if plain and keeps_labels(node):
+                scope[member] = pytree.tree_map(self._forgotten, scope[member])
+                continue
+            self.freeze(*self._tensors((scope[member], env[node])))
+            scope[member] = pytree.tree_map(self._frozen_like, scope[member])
+            self._index[member] = self.now
+
+    def _forgotten(self, leaf: Any) -> Any:
+        """A value of which only the labels are known."""
+        if not isinstance(leaf, Value) or leaf.parameter is not None:
+            return leaf
+        return activation(leaf.labels, static=False)
+
+    def _frozen_like(self, leaf: Any) -> Any:
+        return activation(self.frozen_labels(leaf.shape)) if isinstance(leaf, Value) else leaf
 
     def _enter(self, node: fx.Node) -> None:
         self.now = len(self.nodes)
@@ -147,11 +200,34 @@ class Interpreter:
             return self._region(node, args, kwargs)
         if not isinstance(node.target, torch._ops.OpOverload):
             return self._barrier(args, kwargs)
+        return self._guarded(node, self._by_rule(node, args, kwargs))
+
+    def _guarded(self, node: fx.Node, result: Any) -> Any:
+        """What no rule has to know: a result that holds less than what it is made of does not scale, and a constant
+        has the dtype that the graph says."""
+        made, structure = pytree.tree_flatten(result)
+        tensors = pytree.tree_leaves(node.meta.get("val"))
+        if len(made) != len(tensors):
+            return result
+        given = [t.dtype for source in node.all_input_nodes for t in pytree.tree_leaves(source.meta.get("val"))
+                 if isinstance(t, Tensor)]  # fmt: skip
+        for i, (value, tensor) in enumerate(zip(made, tensors, strict=True)):
+            if not isinstance(value, Value) or not isinstance(tensor, Tensor):
+                continue
+            if value.known is not None:
+                if value.known.dtype != tensor.dtype:
+                    made[i] = activation(self.frozen_labels(value.shape), static=True)
+            elif any(_holds_less(tensor.dtype, dtype) for dtype in given) or not _is_float(tensor.dtype):
+                self.freeze(value)
+        return pytree.tree_unflatten(made, structure)
+
+    def _by_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         folded = self._fold(node, args, kwargs)
         if folded is not None:
             return folded
         from .rules import find_rule
 
+        assert isinstance(node.target, torch._ops.OpOverload)
         rule = find_rule(node.target)
         if rule is None:
             self.unknown_ops.setdefault(str(node.target), self.now)

@@ -353,7 +353,7 @@ def nothing(t: Interpreter, a: Arguments) -> Any:
 def filled(t: Interpreter, a: Arguments) -> Any:
     a.everything()
     number = 0 if "zero" in t.op_name else 1 if "ones" in t.op_name else a["value"] if "value" in a else a["fill_value"]
-    return known(torch.tensor(number).expand(t.result_shape()))
+    return known(torch.tensor(number).to(t.node.meta["val"].dtype).expand(t.result_shape()))
 
 
 @rule("rand_like.default", "randn_like.default", "randint_like.default", "empty_like.default", "new_empty.default",
