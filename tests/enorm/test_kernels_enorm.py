@@ -33,9 +33,22 @@ from support.triton_interpreter import interpreted
 
 # sizes so small that every loop runs several times
 SMALL = Tiles(
-    rows=2, columns=4, filters=2, channels=2, kernel=4, share=16, shares=8,
-    alone=16, variables=2, line=16, area=32, chunk=32, flat=64, narrow=8, wide=24,
-)  # fmt: skip
+    rows=2,
+    columns=4,
+    filters=2,
+    channels=2,
+    kernel=4,
+    share=16,
+    shares=8,
+    alone=16,
+    variables=2,
+    line=16,
+    area=32,
+    chunk=32,
+    flat=64,
+    narrow=8,
+    wide=24,
+)
 # the interpreter is slow, and shrinking an example runs it many times
 quick = settings(max_examples=7, phases=(Phase.explicit, Phase.generate))
 
