@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import equinorm
 from equinorm.enorm.steps import structure
+from equinorm.enorm.steps.fused import ParameterLayouts
 from equinorm.enorm.steps.protocol import Problem
 from equinorm.enorm.steps.structure import (
     InexpressibleError,
     MatrixView,
-    ParameterLayouts,
     Tiles,
     matrix_views,
     net_structure,
@@ -263,6 +263,7 @@ def test_state_that_appears_later_and_memory_that_changes_are_found() -> None:
             if i:
                 for q in net.parameters():
                     q.grad = 0.1 * torch.randn(q.shape, generator=draw)
+                enorm.before_step()
                 optimizer.step()
             if i == 3:
                 optimizer.zero_grad()
