@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import equinorm
+from equinorm.balance import counting
 from equinorm.criteria.norm import Objective, imbalance, layouts
 from equinorm.enorm.reference import balance_layers_, objective, paper_views
 from equinorm.solver import Cycle, hold_unbalanced, minimise
@@ -65,9 +66,18 @@ def mixed_powers() -> tuple[nn.Module, Tensor]:
 
 def with_batchnorm() -> tuple[nn.Module, Tensor]:
     net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, groups=2), nn.Flatten(), nn.Linear(600, 4),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 3, groups=2),
+        nn.Flatten(),
+        nn.Linear(600, 4),
+    )
     for m in net.modules():
         if isinstance(m, nn.BatchNorm2d):
             nn.init.uniform_(m.weight, 0.5, 2.0)
@@ -145,6 +155,7 @@ def test_cycles_never_raise_the_norm_and_converge_to_the_optimum(name: str) -> N
 @given(homogeneous_plans, st.integers(0, 5))
 def test_generated_nets(plan: list[Step], seed: int) -> None:
     model, x, symmetry = double_and_trace(Architecture(plan), example_input())
+    assume(symmetry.num_scales)
     before = model(x)
     report = equinorm.balance_(model, symmetry=symmetry, tol=1e-10)
     assert report.converged
@@ -296,12 +307,73 @@ def test_kept_parameters_do_not_move() -> None:
     model, x = chain(5, 6, 6, 2), torch.randn(3, 5).double()
     before = model[2].weight.detach().clone()
     output = model(x)
-    report = equinorm.balance_(model, x, keep=["2.*"])
+    with pytest.warns(UserWarning, match=r"nothing to rescale in Sequential: 0\.weight"):
+        report = equinorm.balance_(model, x, keep=["2.*"])
     torch.testing.assert_close(model[2].weight.detach(), before, rtol=0, atol=0)
     assert relative_error(model(x), output) < 1e-12
     # the kept layer mixes everything: its bias freezes what it writes, its weight what it reads
     assert report.num_scales == 0
     assert "nothing to rescale" in str(report)
+
+
+def test_where_nothing_can_move_the_first_reason_is_said() -> None:
+    model, x = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 2)).double(), torch.randn(3, 5).double()
+    before = copy.deepcopy(model.state_dict())
+    because = equinorm.trace(model, x).explain().rows[0].because
+    with pytest.warns(UserWarning, match="nothing to rescale") as caught:
+        report = equinorm.balance_(model, x)
+    said = str(caught[0].message)
+    assert said.startswith("nothing to rescale in Sequential: 0.weight (0 out) ")
+    assert because
+    assert because in said
+    assert caught[0].filename == __file__
+    assert (report.num_scales, report.norm_after) == (0, report.norm_before)
+    assert "nothing to rescale" in report._repr_html_()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("keep", ["head", ["head"], ["he*"]])
+def test_a_module_that_is_kept_does_not_move(keep: str | list[str]) -> None:
+    parts = {"stem": chain(5, 6, 6), "head": chain(6, 6, 2)}
+    model = Net(lambda m, x: m.head(m.stem(x).relu()), **parts).double()
+    x = torch.randn(3, 5).double()
+    before, output = copy.deepcopy(model.state_dict()), model(x)
+    report = equinorm.balance_(model, x, keep=keep)
+    assert report.num_scales == 6
+    assert {k.split(".")[0] for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == {"stem"}
+    assert relative_error(model(x), output) < 1e-12
+    with pytest.raises(ValueError, match=r"keep='haed' matches no module and no parameter of Net; did you mean head"):
+        equinorm.balance_(model, x, keep="haed")
+
+
+def test_a_module_that_counts_stands_for_its_parameters() -> None:
+    parts = {"stem": chain(5, 6, 6), "head": chain(6, 6, 2)}
+    model = Net(lambda m, x: m.head(m.stem(x).relu()), **parts).double()
+    symmetry = equinorm.trace(model, torch.randn(3, 5).double())
+    by_module = counting(symmetry, "stem")
+    assert {w.name for w in symmetry.parameters if by_module(w)} == {
+        f"stem.{i}.{k}" for i in (0, 2) for k in ("weight", "bias")
+    }
+    by_pattern = counting(symmetry, ["*.0.weight", "head"])
+    assert {w.name for w in symmetry.parameters if by_pattern(w)} == {
+        "stem.0.weight",
+        "head.0.weight",
+        "head.0.bias",
+        "head.2.weight",
+        "head.2.bias",
+    }
+
+
+def test_a_report_is_a_table_in_a_notebook() -> None:
+    model, x = chain(5, 6, 6, 2), torch.randn(3, 5).double()
+    with torch.no_grad():
+        model[0].weight[1] = 0
+    report = equinorm.balance_(model, x)
+    table = report._repr_html_()
+    assert table.count("<tr>") == table.count("</tr>") == 6
+    assert f"<th>norm after</th><td>{report.norm_after:.6g}</td>" in table
+    assert "<td>1 (in 0.weight, 2.weight)</td>" in table
 
 
 def test_a_time_limit_keeps_the_function_and_says_so() -> None:

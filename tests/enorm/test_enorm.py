@@ -415,7 +415,7 @@ def test_skip_moves_no_bias() -> None:
 def batchnorm_net() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
-    ).double()  # fmt: skip
+    ).double()
 
 
 def test_batchnorm_is_preserved_by_default_and_ignored_on_request() -> None:
@@ -586,8 +586,10 @@ def test_implicit_scales_find_the_optimum_and_do_not_touch_the_loss(c: float) ->
     explicit = copy.deepcopy(model)
     equinorm.balance_(explicit, x, c=c, tol=1e-12)
     output = model(x)
-    weights = sum(q.detach().square().sum() * c ** (2 * d) for q, d in zip(
-        (m.weight for m in linears(model)), (2, 1, 0), strict=True))  # fmt: skip
+    weights = sum(
+        q.detach().square().sum() * c ** (2 * d)
+        for q, d in zip((m.weight for m in linears(model)), (2, 1, 0), strict=True)
+    )
     torch.testing.assert_close(implicit().detach(), weights)
     optimizer = torch.optim.LBFGS(
         implicit.parameters(), max_iter=400, line_search_fn="strong_wolfe", tolerance_grad=1e-12, tolerance_change=0

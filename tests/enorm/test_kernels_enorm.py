@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import equinorm
 from equinorm.enorm.steps import structure
+from equinorm.enorm.steps.fused import ParameterLayouts
 from equinorm.enorm.steps.protocol import Problem
 from equinorm.enorm.steps.structure import (
     InexpressibleError,
     MatrixView,
-    ParameterLayouts,
     Tiles,
     matrix_views,
     net_structure,
@@ -33,9 +33,22 @@ from support.triton_interpreter import interpreted
 
 # sizes so small that every loop runs several times
 SMALL = Tiles(
-    rows=2, columns=4, filters=2, channels=2, kernel=4, share=16, shares=8,
-    alone=16, variables=2, line=16, area=32, chunk=32, flat=64, narrow=8, wide=24,
-)  # fmt: skip
+    rows=2,
+    columns=4,
+    filters=2,
+    channels=2,
+    kernel=4,
+    share=16,
+    shares=8,
+    alone=16,
+    variables=2,
+    line=16,
+    area=32,
+    chunk=32,
+    flat=64,
+    narrow=8,
+    wide=24,
+)
 # the interpreter is slow, and shrinking an example runs it many times
 quick = settings(max_examples=7, phases=(Phase.explicit, Phase.generate))
 
@@ -250,6 +263,7 @@ def test_state_that_appears_later_and_memory_that_changes_are_found() -> None:
             if i:
                 for q in net.parameters():
                     q.grad = 0.1 * torch.randn(q.shape, generator=draw)
+                enorm.before_step()
                 optimizer.step()
             if i == 3:
                 optimizer.zero_grad()

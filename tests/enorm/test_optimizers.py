@@ -175,8 +175,12 @@ def _arbiter(case: Case, seed: int, steps: int, axes: int, uneven: bool = False)
         weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in case.shapes]
         grads = [_gradient(shape, case.rank_one, t, generator) for shape in case.shapes]
         _step(carried, old, weights, grads)
-        _step(gathered, new, [f * w for f, w in zip(factors, weights, strict=True)],
-              [g / f for f, g in zip(factors, grads, strict=True)])  # fmt: skip
+        _step(
+            gathered,
+            new,
+            [f * w for f, w in zip(factors, weights, strict=True)],
+            [g / f for f, g in zip(factors, grads, strict=True)],
+        )
 
     check_optimizer(carried, old)
     for p, f in zip(old, factors, strict=True):
@@ -217,9 +221,13 @@ def test_carried_state_with_factors_that_are_no_powers_of_two(case: Case) -> Non
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [(name, key) for name in sorted(RICHEST) if name != "Lion"
-     for key in state_rule(RICHEST[name].optimizer_class).powers],
-)  # fmt: skip
+    [
+        (name, key)
+        for name in sorted(RICHEST)
+        if name != "Lion"
+        for key in state_rule(RICHEST[name].optimizer_class).powers
+    ],
+)
 def test_the_arbiter_notices_a_wrong_power(name: str, key: str) -> None:
     """Every power in the table counts: off by one, zeros included, and the arbiter or the check objects."""
     case = RICHEST[name]
@@ -759,10 +767,17 @@ def test_a_weight_that_no_path_uses_stays() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [nn.BatchNorm1d(4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.Tanh(), nn.GELU(), nn.Softmax(-1),
-     nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))],
+    [
+        nn.BatchNorm1d(4),
+        nn.LayerNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.GELU(),
+        nn.Softmax(-1),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    ],
     ids=lambda m: type(m).__name__,
-)  # fmt: skip
+)
 def test_models_without_paths_are_refused(module: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 4), module, nn.Linear(4, 2))
     with pytest.raises(ValueError, match="'1'"):

@@ -166,7 +166,7 @@ class ENorm:
         """Balance after an optimizer step: `cycles` ENorm cycles, on every `every`-th call."""
         if self.biases.pending:
             self.biases.after_step()
-        elif self.c != 1.0 and len(self.biases):
+        elif self.c != 1.0:
             self.biases.warn_if_unsafe(stacklevel=3)  # of whoever calls this, through no_grad
         self.calls += 1
         if self.calls % self.every == 0:

@@ -161,8 +161,8 @@ def balance_layers_(
     def buffer(param: Tensor | None) -> Tensor | None:
         if optimizer is None or param is None:
             return None
-        found: Tensor | None = optimizer.state.get(param, {}).get("momentum_buffer")
-        return found
+        buffer: Tensor | None = optimizer.state.get(param, {}).get("momentum_buffer")
+        return buffer
 
     weights = [layer.weight.detach() for layer in chain]
     biases = [layer.bias for layer in chain]

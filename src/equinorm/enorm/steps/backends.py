@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..biases import Gains
+from .fused import ParameterLayouts
 from .plain import PlainStep
 from .protocol import Problem, Step
-from .structure import InexpressibleError, ParameterLayouts
+from .structure import InexpressibleError
 
 __all__ = ["BACKENDS", "prepare"]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...criteria.norm import Side, Sum, powers_of
 from ..biases import Gains
-from .fused import FusedStep
+from .fused import FusedStep, TensorSet
 from .protocol import Problem
-from .structure import COLUMN, ROW, MatrixView, NetStructure, TensorSet, may_cancel, net_structure
+from .structure import COLUMN, ROW, MatrixView, NetStructure, may_cancel, net_structure
 
 __all__ = ["ForeachStep"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,9 +12,54 @@ from torch import Tensor
 from ..biases import Gains
 from ..optimizer_state import carry_state_, needs_functions, powered_state
 from .protocol import Problem, Step, TrainingState
-from .structure import ParameterLayouts, TensorSet
 
-__all__ = ["FusedStep"]
+__all__ = ["FusedStep", "ParameterLayouts", "TensorSet"]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSet:
+    """Tensors that follow the parameters, one for each (or None): multiplied by their factors to a power."""
+
+    tensors: Sequence[Tensor | None]
+    power: float
+    gained: bool = False  # gathers gradients that a safe bias's gain multiplies
+
+
+class ParameterLayouts:
+    """Knows how parameters lie in memory, and whether what follows them lies the same way."""
+
+    dtypes: Collection[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.device = parameters[0].device
+        self._layout = [_layout(t) for t in parameters]
+
+    @property
+    def count(self) -> int:
+        """How many parameters there are."""
+        return len(self._layout)
+
+    def fits(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the parameters still lie in memory as they did."""
+        return all(self._fits(i, q) for i, q in enumerate(parameters))
+
+    def fitting(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """Of tensors that follow the parameters, those that lie in memory as their parameters do; None for others."""
+        return [t if t is not None and self._fits(i, t) else None for i, t in enumerate(tensors)]
+
+    def _fits(self, number: int, tensor: Tensor) -> bool:
+        return (
+            type(tensor) in (Tensor, torch.nn.Parameter)
+            and tensor.layout == torch.strided
+            and tensor.device == self.device
+            and tensor.dtype in self.dtypes
+            and _layout(tensor) == self._layout[number]
+        )
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, list[int]]:
+    """Shape and strides. (The stride of an axis of length 1 means nothing: a 1 × 1 kernel is in either format.)"""
+    return tensor.shape, [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
 
 
 class FusedStep(Step):

@@ -16,7 +16,7 @@ Made once, on the host, from the symmetry and the tensors' strides; what the fus
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -38,9 +38,7 @@ __all__ = [
     "Lines",
     "MatrixView",
     "NetStructure",
-    "ParameterLayouts",
     "Repeats",
-    "TensorSet",
     "Tiles",
     "is_dense",
     "lines_of",
@@ -80,58 +78,7 @@ class Tiles:
 DEFAULT = Tiles()
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class TensorSet:
-    """Tensors that follow the parameters, one for each (or None): multiplied by their factors to a power."""
-
-    tensors: Sequence[Tensor | None]
-    power: float
-    gained: bool = False  # gathers gradients that a safe bias's gain multiplies
-
-
-class ParameterLayouts:
-    """Knows how parameters lie in memory, and whether what follows them lies the same way."""
-
-    dtypes: Collection[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.device = parameters[0].device
-        self._layout = [_layout(t) for t in parameters]
-
-    @property
-    def count(self) -> int:
-        """How many parameters there are."""
-        return len(self._layout)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a step on the same tensors needs no new `bind`."""
-        return False
-
-    def fits(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the parameters still lie in memory as they did."""
-        return all(self._fits(i, q) for i, q in enumerate(parameters))
-
-    def fitting(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """Of tensors that follow the parameters, those that lie in memory as their parameters do; None for others."""
-        return [t if t is not None and self._fits(i, t) else None for i, t in enumerate(tensors)]
-
-    def _fits(self, number: int, tensor: Tensor) -> bool:
-        return (
-            type(tensor) in (Tensor, torch.nn.Parameter)
-            and tensor.layout == torch.strided
-            and tensor.device == self.device
-            and tensor.dtype in self.dtypes
-            and _layout(tensor) == self._layout[number]
-        )
-
-
-def _layout(tensor: Tensor) -> tuple[torch.Size, list[int]]:
-    """Shape and strides. (The stride of an axis of length 1 means nothing: a 1 × 1 kernel is in either format.)"""
-    return tensor.shape, [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from ...launch import DeviceTable, Launch, is_capturing, on_device
 from ..biases import Gains
-from .fused import FusedStep
+from .fused import FusedStep, ParameterLayouts, TensorSet
 from .protocol import Problem
-from .structure import InexpressibleError, ParameterLayouts, TensorSet, is_dense, net_structure
+from .structure import InexpressibleError, is_dense, net_structure
 from .tables import BlockTables, step_tables, stretch
 
 __all__ = ["Descent", "TritonStep", "can_launch"]
