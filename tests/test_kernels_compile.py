@@ -5,6 +5,8 @@ Tensors stay on the CPU, nothing is launched, and results mean nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,6 @@ import equinorm
 from equinorm import launch as dispatch
 from equinorm.msr import InputNoise, MeanShiftRejection, mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d, EquiNormLinear
-from support.grids import diagonal
 from support.triton_interpreter import needs_triton
 
 pytest.importorskip("triton")
@@ -46,11 +47,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    found: set[str] = set()
+    names: set[str] = set()
     compile_and_launch = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        found.add(self.__name__)
+        names.add(self.__name__)
         return compile_and_launch(self, *arguments, grid=grid, warmup=True, **options)
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -58,7 +59,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(dispatch, "launchable", lambda *_: True)
     monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", Elsewhere())  # before Triton 3.4
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what it is unless told; Triton 3.9 wants to be told
-    return found
+    return names
+
+
+def only(often: tuple[Any, ...], *axes: Sequence[Any]) -> list[Any]:
+    """All cells of a grid, slow but for one, which has the most code in it: what is left out differs little."""
+    cells = list(product(*axes))
+    assert often in cells
+    return [pytest.param(*cell, marks=[] if cell == often else [pytest.mark.slow]) for cell in cells]
 
 
 def images(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -72,8 +80,12 @@ def back(out: Tensor) -> None:
 # -- the laboratory's --------------------------------------------------------------------------------------------------
 
 
+# One setting of each every time and the others in `make test-all`: nobody but the laboratory launches them.
+SHAPES = [(9, 16, 32, 32), (4, 64, 8, 8), (4, 16, 8, 8)]
+
+
 @needs_triton(3)
-@pytest.mark.parametrize(("shape", "biased"), diagonal([(9, 16, 32, 32), (4, 64, 8, 8), (4, 16, 8, 8)], [True, False]))
+@pytest.mark.parametrize(("shape", "biased"), only(((4, 16, 8, 8), True), SHAPES, [True, False]))
 def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], biased: bool) -> None:
     from equinorm.lab.nets.kernels import convolution
 
@@ -83,13 +95,14 @@ def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], biase
     weights = [torch.rand(channels, channels, 3, 3).to(dtype).requires_grad_() for _ in range(2)]
     scales = [torch.zeros(channels, 1, 1, 1, requires_grad=True) for _ in range(2)]
     biases = [torch.zeros(channels, requires_grad=True) for _ in range(2)]
-    back(convolution.conv3x3(x, weights[0]))
+    if not biased:
+        back(convolution.conv3x3(x, weights[0]))
     units = [convolution.Unit(*weights, *scales, *(biases if biased else []))] * 2
     back(convolution.residuals(x, units, 0.1))
     assert compiled == {"_convolve", "_sum_parts"} | ({"_weight_parts"} if channels > 16 else set())
 
 
-@pytest.mark.parametrize(("dtype", "plus"), diagonal(DTYPES, [False, True]))
+@pytest.mark.parametrize(("dtype", "plus"), only((torch.bfloat16, True), DTYPES, [False, True]))
 def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> None:
     from equinorm.lab.nets.kernels import normalization
 
@@ -99,12 +112,13 @@ def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> No
     weight.requires_grad_()
     batches = torch.tensor(0)
     back(normalization.batch_norm(x, weight, bias, mean, variance, batches, 0.1, 1e-5, added, relu=True))
-    back(normalization.batch_norm(x, weight, bias, None, None, None, 0.1, 1e-5, added))
     back(normalization.group_norm(x, 32, weight, bias, 1e-5, added, relu=True))
+    if not plus:
+        back(normalization.batch_norm(x, weight, bias, None, None, None, 0.1, 1e-5, added))
     assert compiled == {"_moments", "_normalize", "_backward_sums", "_backward"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_pooling(compiled: set[str], dtype: torch.dtype) -> None:
     from equinorm.lab.nets.kernels import pooling
 
@@ -115,8 +129,23 @@ def test_pooling(compiled: set[str], dtype: torch.dtype) -> None:
 # -- the library's -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "two_pass"), diagonal(DTYPES, [False, True]))
-def test_equilibrium(compiled: set[str], dtype: torch.dtype, two_pass: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_equilibrium(compiled: set[str], dtype: torch.dtype) -> None:
+    """Planes, in two passes and with a sum that follows; and rows, in a single pass."""
+    shape = {"in_channels": 64, "out_channels": 32, "kernel_size": 3, "padding": 1, "groups": 2, "dtype": dtype}
+    x = torch.rand(4, 64, 8, 8).to(dtype).requires_grad_()
+    back(EquiNormConv2d(**shape, two_pass=True).rectified(x, torch.rand(4, 32, 8, 8).to(dtype)))
+    rows = EquiNormConv2d(**shape).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    back(rows.rectified(x.detach().to(memory_format=torch.channels_last).requires_grad_()))
+    passes = {"_sum_rows", "_sum_planes", "_add_rows", "_add_planes"}
+    assert compiled == {*passes, "transform_kernel", "weight_gradient_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two_pass", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_equilibrium(dtype: torch.dtype, two_pass: bool) -> None:
+    """All that is left out: an offset, an affine, a ReLU, a sum, spatial axes."""
     wide = EquiNormConv2d(64, 32, 3, padding=1, groups=2, two_pass=two_pass)
     quarter = EquiNormConv2d(8, 16, 1, stats_fraction=0.25, two_pass=two_pass, bias=False)
     for layer, x in ((wide, torch.rand(4, 64, 8, 8)), (quarter, torch.rand(4, 8, 5, 5))):
@@ -126,11 +155,9 @@ def test_equilibrium(compiled: set[str], dtype: torch.dtype, two_pass: bool) -> 
         back(layer.rectified(channels_last, layer(channels_last)))
     back(wide.rectified(torch.rand(4, 64, 8, 8).to(dtype)))
     back(EquiNormLinear(48, 16, two_pass=two_pass).to(dtype)(torch.rand(6, 48).to(dtype).requires_grad_()))
-    passes = {"_sum_rows", "_sum_planes", "_add_rows", "_add_planes"}
-    assert compiled == {*passes, "transform_kernel", "weight_gradient_kernel"}
 
 
-@pytest.mark.parametrize(("dtype", "channels_last"), diagonal(DTYPES, [True, False]))
+@pytest.mark.parametrize(("dtype", "channels_last"), only((torch.bfloat16, True), DTYPES, [True, False]))
 def test_mean_shift_rejection(compiled: set[str], dtype: torch.dtype, channels_last: bool) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), InputNoise(0.1), nn.Conv2d(16, 8, 5))
     mean_shift_rejection_(net)
@@ -141,11 +168,10 @@ def test_mean_shift_rejection(compiled: set[str], dtype: torch.dtype, channels_l
     MeanShiftRejection(net, optimizer).attach()
     back(net(torch.rand(2, 3, 12, 12).to(dtype)))
     optimizer.step()
-    wanted = {"_scale", "_scale_backward", "_multiply_by_noise", "_adapt", "_limit", "_scale_gradients"}
-    assert compiled == wanted
+    assert compiled == {"_scale", "_scale_backward", "_multiply_by_noise", "_adapt", "_limit", "_scale_gradients"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_weight_norm(compiled: set[str], dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 5)).to(dtype)
     for method in ("weightnorm", "centred_weightnorm"):
@@ -154,7 +180,9 @@ def test_weight_norm(compiled: set[str], dtype: torch.dtype) -> None:
     assert compiled == {"_normalize", "_differentiate"}
 
 
-@pytest.mark.parametrize("options", [{"bias": "safe", "cycles": 2}, {"p": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"bias": "safe", "cycles": 2}, pytest.param({"p": 1.5}, marks=pytest.mark.slow)], ids=str
+)
 def test_enorm(compiled: set[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from equinorm.enorm.steps import triton as enorm
 
@@ -163,11 +191,11 @@ def test_enorm(compiled: set[str], options: dict[str, Any], monkeypatch: pytest.
     net += nn.Sequential(nn.Flatten(), nn.Linear(8 * 16, 9), nn.ReLU(), nn.Linear(9, 5))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     x = torch.rand(2, 3, 8, 8)
-    found = equinorm.ENorm(net, optimizer, x, backend="triton", **options)
-    found.attach()
+    enorm_object = equinorm.ENorm(net, optimizer, x, backend="triton", **options)
+    enorm_object.attach()
     back(net(x))
     optimizer.step()
-    assert found.backend == "triton"
+    assert enorm_object.backend == "triton"
     assert {"_sum_tiles", "_combine", "_update_block", "_rescale"} <= compiled
 
 

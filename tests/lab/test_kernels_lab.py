@@ -25,15 +25,45 @@ small = interpreted(f"{LAB}.normalization")
 small.TILE, small.SHARES = 64, 3  # so small that every loop runs several times
 few = interpreted(f"{LAB}.convolution")
 few.TILES = {size: tiles._replace(out=tiles.out._replace(pixels=16, programs=3)) for size, tiles in few.TILES.items()}
-quick = settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
+examples = settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
+HALF, FLOAT = torch.float16, torch.float32
 convolutions = st.sampled_from([convolution, few])
 channels = st.sampled_from([16, 16, 32, 64])
 formats = st.sampled_from([torch.channels_last, torch.contiguous_format])
 
 
+# -- one case of each kernel every time ------------------------------------------------------------------------------
+
 # the interpreter cannot multiply matrices of bfloat16: that is tested on a GPU
+
+
 @needs_triton(3)
-@quick
+@pytest.mark.parametrize("channels", [(16, 16), (32, 16)])
+def test_a_convolution(channels: tuple[int, int]) -> None:
+    kernel = {"dtype": FLOAT, "memory_format": torch.contiguous_format}
+    check_convolution(few, (2, 5, 7), channels, HALF, plus=True, relu=True, scaled=True, biased=True, **kernel)
+
+
+@needs_triton(3)
+def test_a_pair_of_residual_units() -> None:
+    check_residuals(few, (1, 4, 5), 16, 2, HALF, scaled=True, noise=0.5, biased=True)
+
+
+@pytest.mark.parametrize(("groups", "shape"), [(0, (3, 6, 5, 4)), (3, (2, 6, 5, 4))])
+def test_a_norm(groups: int, shape: tuple[int, int, int, int]) -> None:
+    check_norm(small, shape, FLOAT, plus=True, relu=True, groups=groups)
+
+
+def test_a_pool_in_several_tiles() -> None:
+    check_pool(pooling, (2, 96, 7, 8), FLOAT)
+
+
+# -- any case, in `make test-all`: nobody but the laboratory launches them -------------------------------------------
+
+
+@pytest.mark.slow
+@needs_triton(3)
+@examples
 @given(
     convolutions,
     st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
@@ -57,7 +87,8 @@ def test_convolution(
     check_convolution(kernels, images, channels, torch.float16, plus, relu, scaled, biased, **kernel)
 
 
-@settings(quick, max_examples=4)
+@pytest.mark.slow
+@settings(examples, max_examples=4)
 @given(
     convolutions,
     st.tuples(st.integers(1, 2), st.integers(3, 6), st.integers(3, 6)),
@@ -107,7 +138,8 @@ def test_parts_of_the_weight_gradient_are_all_summed(channels: int) -> None:
     check_convolution(convolution, (3, 57, 53), (channels, channels), torch.float16, relu=True, **channels_last)
 
 
-@quick
+@pytest.mark.slow
+@examples
 @given(
     st.sampled_from([normalization, small]),
     st.tuples(st.integers(2, 5), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)),
@@ -119,7 +151,8 @@ def test_batch_norm(kernels: Any, shape: Any, dtype: torch.dtype, plus: bool, re
     check_norm(kernels, shape, dtype, plus, relu)
 
 
-@quick
+@pytest.mark.slow
+@examples
 @given(
     st.sampled_from([normalization, small]),
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.integers(2, 9), st.integers(1, 9)),
@@ -132,6 +165,7 @@ def test_group_norm(kernels: Any, sizes: Any, dtype: torch.dtype, plus: bool, re
     check_norm(kernels, (n, groups * each, height, width), dtype, plus, relu, groups)
 
 
+@pytest.mark.slow
 def test_group_norm_of_values_far_from_zero() -> None:
     x = (1000 + torch.randn(3, 4, 16, 16)).contiguous(memory_format=torch.channels_last)
     out = small.group_norm(x, 2, torch.ones(4), torch.zeros(4), 1e-5)
@@ -139,7 +173,7 @@ def test_group_norm_of_values_far_from_zero() -> None:
 
 
 def test_batch_norm_of_values_far_from_zero() -> None:
-    x = (1000 + torch.randn(64, 2, 16, 16)).contiguous(memory_format=torch.channels_last)
+    x = (1000 + torch.randn(16, 2, 8, 8)).contiguous(memory_format=torch.channels_last)
     out = small.batch_norm(x, torch.ones(2), torch.zeros(2), None, None, None, 0.1, 1e-5)
     assert_close(out, nn.functional.batch_norm(x.double(), None, None, training=True), torch.float16)
 
@@ -157,7 +191,8 @@ def test_what_does_not_fit(x: Tensor, why: str) -> None:
     assert not normalization.fits(x), why
 
 
-@quick
+@pytest.mark.slow
+@examples
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -166,7 +201,8 @@ def test_pool(shape: Any, dtype: torch.dtype) -> None:
     check_pool(pooling, shape, dtype)
 
 
-def test_a_pool_in_several_tiles() -> None:
+@pytest.mark.slow
+def test_a_larger_pool_in_several_tiles() -> None:
     check_pool(pooling, (2, 96, 14, 13), torch.float32)
 
 
@@ -201,13 +237,13 @@ def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     out = model(x)
     out.square().sum().backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"": out.detach(), **found, **{name: b.clone() for name, b in model.named_buffers()}}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"": out.detach(), **gradients, **{name: b.clone() for name, b in model.named_buffers()}}
 
 
 # 8 channels and not fewer: the gradient of a 1×1 kernel with a stride of 2, in float32 and channels_last, else writes
 # beyond its end in torch's CPU build (seen with 2.13 on a CPU that has no AVX-512)
-@pytest.mark.parametrize("skips", ["A", "B"])
+@pytest.mark.parametrize("skips", [pytest.param("A", marks=pytest.mark.slow), "B"])
 def test_residual_networks_compute_the_same(launched: list[str], skips: str) -> None:
     torch.manual_seed(0)
     model = models.build("resnet_cifar", classes=3, in_shape=(3, 8, 8), depth=8, width=8, skips=skips)
@@ -215,13 +251,15 @@ def test_residual_networks_compute_the_same(launched: list[str], skips: str) -> 
     x = torch.rand(4, 3, 8, 8).to(memory_format=torch.channels_last)
     exact = outcome(copy.deepcopy(model).double(), x.double())
     assert "normalization" not in launched  # float64 is for torch
-    found = outcome(model, x)
+    by_kernels = outcome(model, x)
     assert launched.count("normalization") == (9 if skips == "B" else 7)
-    for name, tensor in found.items():
+    for name, tensor in by_kernels.items():
         torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("norm", ["none", "batchnorm", "groupnorm"])
+@pytest.mark.parametrize(
+    "norm", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("none", "batchnorm")), "groupnorm"]
+)
 def test_chains_compute_the_same(launched: list[str], norm: str) -> None:
     torch.manual_seed(0)
     model = models.build("cifar_nv", classes=3, in_shape=(3, 12, 12), width=4, norm=norm)
@@ -229,10 +267,10 @@ def test_chains_compute_the_same(launched: list[str], norm: str) -> None:
     x = torch.rand(4, 3, 12, 12).to(memory_format=torch.channels_last)
     exact = outcome(copy.deepcopy(model).double(), x.double())
     launched.clear()
-    found = outcome(model, x)
+    by_kernels = outcome(model, x)
     assert launched.count("pooling") == 2
     assert launched.count("normalization") == 2 * (norm != "none")
-    for name, tensor in found.items():
+    for name, tensor in by_kernels.items():
         torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
 
 
@@ -256,7 +294,10 @@ def test_small_convolutions_are_found(launched: list[str]) -> None:
 
 
 @needs_triton(3)
-@pytest.mark.parametrize(("norm", "bias"), [("none", False), ("msr", False), ("msr", True)])
+@pytest.mark.parametrize(
+    ("norm", "bias"),
+    [*(pytest.param(n, False, marks=pytest.mark.slow) for n in ("none", "msr")), ("msr", True)],
+)
 @pytest.mark.usefixtures("launched")
 def test_convolutions_take_in_what_follows(norm: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -271,15 +312,26 @@ def test_convolutions_take_in_what_follows(norm: str, bias: bool, monkeypatch: p
     units: list[int] = []
     residuals = convolution.residuals
     monkeypatch.setattr(convolution, "residuals", lambda x, some, _: units.append(len(some)) or residuals(x, some))
-    found = outcome(model, x)
+    by_kernels = outcome(model, x)
     assert not rectified
     assert units == [2, 1, 1]  # where neither size nor channels change
     exact = outcome(copy.deepcopy(model).double(), x.double())
-    for name, tensor in found.items():
+    for name, tensor in by_kernels.items():
         assert_close(tensor, exact[name], torch.float16, scale=float(exact[name].abs().max()) + 10)
 
 
-@pytest.mark.parametrize(("preact", "left"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 4)])
+def test_an_equinorm_layer_takes_in_the_relu_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = equilibrium.EquiNormConv2d(3, 4, 3, padding=1), torch.rand(2, 3, 5, 5)
+    expected = copy.deepcopy(layer)(x).relu()
+    monkeypatch.setattr(nn.ReLU, "forward", None)
+    monkeypatch.setattr(equilibrium, "kernels", lambda *_: balance)
+    with fused.fused_kernels():
+        y = fused.in_turn(nn.Sequential(layer, nn.ReLU()), x)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preact", "left"), [(False, 0), (True, 4)])
 def test_equinorm_takes_in_what_follows(preact: bool, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the activation first, the ReLUs before the branches and the last one have no convolution to go with."""
     torch.manual_seed(0)
@@ -292,14 +344,14 @@ def test_equinorm_takes_in_what_follows(preact: bool, left: int, monkeypatch: py
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: rectified.append(1) or torch.relu(x))
     monkeypatch.setattr(equilibrium, "kernels", lambda *_: balance)
     with fused.fused_kernels():
-        found = outcome(model, x)
+        by_kernels = outcome(model, x)
     assert len(rectified) == left
-    for name, tensor in found.items():
+    for name, tensor in by_kernels.items():
         torch.testing.assert_close(tensor.double(), exact[name].double(), rtol=1e-3, atol=1e-4, msg=name)
 
 
 @needs_triton(3)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.usefixtures("launched")
 def test_units_taken_together_have_their_noise(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them in training, none in evaluation; and those with other noise, or a listener, are not taken along."""
