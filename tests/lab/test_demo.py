@@ -1,182 +1,183 @@
-"""The demo: its data, its table, and that it writes what it says."""
+"""The demo: its data, its rows, its table, and that it writes what it says."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from equinorm import cli
-from equinorm.equilibrium.layers import EquiNormConv2d
 from equinorm.lab.experiments import demo
-from equinorm.lab.experiments.demo import DEEP, FAMILIES, METHODS, RATES, RESIDUAL, STUDIES, Job, Run, best_rate, cell
-from equinorm.msr import ScaledKernel
-from equinorm.weightnorm import ScaledWeightNorm, WeightNorm
+from equinorm.lab.experiments.demo import DEEP, HELD_OUT, RATES, RESIDUAL, STUDIES, Score, Study, cell
+from equinorm.lab.training.inputs import Inputs, inputs_of
+from equinorm.lab.training.runs import Run
+from equinorm.lab.training.store import Store
+from equinorm.lab.training.trainer import train_all
+
+CPU = torch.device("cpu")
 
 
-def finished(lr: float = 0.1, accuracy: float | None = 90.0, diverged_at: int | None = None) -> Run:
-    return Run("fully connected", "m", 1, lr, 0, 10, "test", accuracy, diverged_at, 0.1)
+def scored(lr: float = 0.1, accuracy: float | None = 90.0, diverged_at: int | None = None) -> Score:
+    return Score("fully connected", "m", 1, lr, 0, 10, "test", accuracy, diverged_at, 0.1, "key")
 
 
-def rows(*sets: torch.Tensor) -> list[set[tuple[float, ...]]]:
-    return [{tuple(row) for row in images.mul(16).round().flatten(1).tolist()} for images in sets]
+def images(tensor: torch.Tensor) -> set[tuple[int, ...]]:
+    return {tuple(row) for row in tensor.flatten(1).tolist()}
 
 
-def test_the_test_set_is_never_trained_on_nor_tuned_on() -> None:
-    train, _, test, _ = demo.digits(validation=False)
-    part, _, held_out, _ = demo.digits(validation=True)
-    assert [len(x) for x in (train, test, part, held_out)] == [1347, 450, 1077, 270]
-    for_training, for_testing, for_fitting, for_choosing = rows(train, test, part, held_out)
-    assert not for_training & for_testing
-    assert not for_choosing & for_testing
-    assert not for_fitting & for_choosing
-    assert for_fitting | for_choosing == for_training
-
-
-def test_batches_cover_an_epoch_once() -> None:
-    first, second, third = demo.batches(130, 3)
-    assert len({*first.tolist(), *second.tolist()}) == 2 * demo.BATCH
-    assert len(third) == demo.BATCH
-
-
-def test_inputs() -> None:
-    train, _, test, _ = demo.digits(validation=False)
-    vectors = demo.standardized(train, train)
-    assert vectors.shape == (1347, 64)
-    assert vectors.mean().item() == pytest.approx(0, abs=1e-6)
-    assert vectors.std(correction=0).item() == pytest.approx(1, abs=1e-6)
-    # the test images are scaled as those to train on are
-    torch.testing.assert_close(demo.standardized(test, train)[0] - vectors[0], (test[0] - train[0]).flatten().float()
-                               / train.std(correction=0).float())  # fmt: skip
-    images = demo.pixels(test, train)
-    assert images.shape == (450, 1, 8, 8)
-    assert (images.min(), images.max()) == (0, 1)
+def inputs(run: Run) -> Inputs:
+    found = inputs_of(run, None, CPU)
+    assert isinstance(found, Inputs)
+    return found
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.net)
-def test_methods_are_complete(study: demo.Study) -> None:
-    for method in study.methods:
-        assert len(method.rates) == len(study.depths)
-        assert set(method.rates) <= set(RATES)
-    assert len({method.name for method in study.methods}) == len(study.methods)
-    assert len({method.colour for method in study.methods}) == len(study.methods)
+def test_the_test_set_is_never_trained_on_nor_tuned_on(study: Study) -> None:
+    run = study.run(study.rows[0], study.depths[0], seed=0)
+    candidate = next(demo.candidates(study, study.rows[0], study.depths[0]))
+    whole, part = inputs(run), inputs(candidate.runs[0])
+    assert [whole.test_size, len(whole), part.test_size, len(part)] == [450, 1347, HELD_OUT, 1347 - HELD_OUT]
+    tested, trained = images(whole.test), images(whole.seen(whole.train.images, training=False))
+    chosen, fitted = images(part.test), images(part.seen(part.train.images, training=False))
+    assert not trained & tested
+    if run.data.inputs == "unit":  # the other's pixels are standardized by the images at hand
+        assert not (chosen | fitted) & tested
+        assert not chosen & fitted
+        assert chosen | fitted == trained
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
-def test_deep_nets(method: demo.Method) -> None:
-    linear = [layer for layer in method.build(3, torch.zeros(2, 64)) if isinstance(layer, nn.Linear)]
-    assert len(linear) == 5  # three intermediary layers, the first and the classifier
+def test_candidates_differ_in_their_rate_and_seed_only() -> None:
+    tried = list(demo.candidates(DEEP, DEEP.rows[0], 9))
+    assert [candidate.settings["lr"] for candidate in tried] == list(RATES)
+    plain = {replace(run, seed=0, optim=replace(run.optim, lr=1.0)).key for one in tried for run in one.runs}
+    assert len(plain) == 1
+    assert {run.seed for one in tried for run in one.runs} == {1000, 1001}
 
 
-KINDS = {
-    "no normalization": nn.Conv2d,
-    "BatchNorm": nn.BatchNorm2d,
-    "ENorm": nn.Conv2d,
-    "EquiNorm": EquiNormConv2d,
-    "mean shift rejection": ScaledKernel,
-    "weight norm": WeightNorm,
-    "scaled weight norm": ScaledWeightNorm,
-}
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.net)
+def test_rows_are_complete(study: Study) -> None:
+    for row in study.rows:
+        assert len(row.rates) == len(study.depths)
+        assert set(row.rates) <= set(RATES)
+    assert len({row.name for row in study.rows}) == len(study.rows)
+    assert len({row.colour for row in study.rows}) == len(study.rows)
+    assert len({study.run(row, study.depths[0], 0).key for row in study.rows}) == len(study.rows)
 
 
-@pytest.mark.parametrize("method", FAMILIES, ids=lambda m: m.name)
-def test_families(method: demo.Method) -> None:
-    torch.manual_seed(0)
-    images = demo.pixels(*[demo.digits(validation=False)[0]] * 2)
-    model = method.build(5, images)
-    assert any(isinstance(module, KINDS[method.name]) for module in model.modules())
-    assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules()) is (method.name == "BatchNorm")
-    if method.name == "weight norm":  # data-dependent: unit variance behind the first layer
-        assert model[0](images[:256]).var((0, 2, 3), correction=0).detach().tolist() == pytest.approx(
-            [1.0] * 16, rel=1e-3
-        )
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Score]:
+    """A few epochs of any row, of 22 steps each, trained once."""
+    store = Store(tmp_path_factory.mktemp("short"))
+
+    def score(study: Study, name: str, depth: int, epochs: int, lr: float | None = None) -> Score:
+        run = replace(study.run(study.row(name), depth, 0, lr), epochs=epochs)
+        train_all([run], store, device=CPU)
+        record = store.get(run)
+        assert record is not None
+        return Score.of(study, replace(record, run=run))
+
+    return score
 
 
-@pytest.mark.parametrize("method", FAMILIES, ids=lambda m: m.name)
-def test_every_family_trains(method: demo.Method) -> None:
-    """In 40 steps, from chance to three of four."""
-    run = demo.run_job(Job(RESIDUAL.net, method.name, 5, RESIDUAL.rate(method, 9), seed=0, steps=40))
-    assert run.accuracy is not None
-    assert run.accuracy > 75
+@pytest.mark.parametrize("name", [row.name for row in RESIDUAL.rows])
+def test_every_family_trains(name: str, short: Callable[..., Score]) -> None:
+    """From chance to three of four. Scaled weight norm, which starts slowly, has the demo's own length."""
+    epochs = 7 if name == "scaled weight norm" else 3
+    accuracy = short(RESIDUAL, name, RESIDUAL.depths[0], epochs).accuracy
+    assert accuracy is not None
+    assert accuracy > 75
+
+
+def test_plain_biases_diverge_where_safe_ones_train(short: Callable[..., Score]) -> None:
+    """The claim the demo is there to show, at one learning rate."""
+    plain, safe = (short(DEEP, f"ENorm-1.2, {kind} biases", 15, 4, 0.05) for kind in ("plain", "safe"))
+    assert plain.accuracy is None
+    assert plain.diverged_at == 44
+    assert safe.accuracy is not None
+    assert safe.accuracy > 50
+    assert (safe.method, safe.depth, safe.lr, safe.steps) == ("ENorm-1.2, safe biases", 15, 0.05, 88)
 
 
 def test_cells() -> None:
-    assert cell([finished(accuracy=a) for a in (91.0, 95.5, 93.0)]) == "93.0\n91.0-95.5"
-    assert cell([finished()]) == "90.0"
-    lost = finished(accuracy=None, diverged_at=31)
-    assert cell([lost, finished(accuracy=None, diverged_at=24)]) == "diverged\nat step 24"
-    assert cell([finished(), lost]) == "diverged\nat step 31\n1 of 2"
+    assert cell([scored(accuracy=a) for a in (91.0, 95.5, 93.0)]) == "93.0\n91.0-95.5"
+    assert cell([scored()]) == "90.0"
+    lost = scored(accuracy=None, diverged_at=44)
+    assert cell([lost, scored(accuracy=None, diverged_at=22)]) == "diverged\nby step 22"
+    assert cell([scored(), lost]) == "diverged\nby step 44\n1 of 2"
 
 
-def test_best_rate() -> None:
-    runs = [finished(0.1, 90.0), finished(0.2, 95.0), finished(0.2, None, 3), finished(0.05, 90.0)]
-    assert best_rate(runs) == 0.05  # a diverged run counts as 0, and the smaller rate wins a tie
-
-
-def test_a_run_repeats_itself() -> None:
-    job = Job(DEEP.net, "baseline", depth=1, lr=0.1, seed=3, steps=20)
-    first, second = demo.run_job(job), demo.run_job(job)
-    assert first.accuracy == second.accuracy
-    assert first.accuracy is not None
-    assert first.accuracy > 50
-
-
-def test_plain_biases_diverge_where_safe_ones_train() -> None:
-    """The claim the demo is there to show, at one learning rate."""
-    runs = [
-        demo.run_job(Job(DEEP.net, f"ENorm-1.2, {kind} biases", depth=15, lr=0.05, seed=0, steps=80))
-        for kind in ("plain", "safe")
-    ]
-    assert runs[0].diverged_at is not None
-    assert runs[1].accuracy is not None
-
-
-def test_demo_writes_table_picture_and_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    deep = replace(DEEP, methods=(METHODS[0], METHODS[-1]))
-    residual = replace(RESIDUAL, methods=FAMILIES[3:5], steps=30)
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> tuple[Study, Study]:
+    """Two rows of each study, shorter and with two depths."""
+    deep = replace(DEEP, rows=(DEEP.rows[0], DEEP.rows[-1]), base=replace(DEEP.base, epochs=4))
+    residual = replace(RESIDUAL, rows=RESIDUAL.rows[3:5], base=replace(RESIDUAL.base, epochs=2))
     monkeypatch.setattr(demo, "STUDIES", (deep, residual))
-    assert cli.main(["demo", "--quick", "--out", str(tmp_path / "new" / "out"), "--seed", "5"]) == 0
-    out = capsys.readouterr().out
-    written = {p.name: p for p in (tmp_path / "new" / "out").iterdir()}
-    assert set(written) == {"demo.png", "runs.jsonl", "table.txt"}
-    assert written["demo.png"].read_bytes().startswith(b"\x89PNG")
-    head, *lines = (json.loads(line) for line in written["runs.jsonl"].read_text().splitlines())
+    return deep, residual
+
+
+def test_the_demo_writes_table_picture_and_runs_and_goes_on_where_it_was(
+    small: tuple[Study, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep, residual = small
+    out = tmp_path / "new" / "out"
+    first = deep.run(deep.rows[0], 1, seed=0)
+    train_all([first], Store(out), device=CPU)  # an earlier demo came so far
+    assert cli.main(["demo", "--quick", "--out", str(out), "--seed", "0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert {"demo.png", "runs.jsonl", "table.txt", "runs"} <= {path.name for path in out.iterdir()}
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    head, *lines = (json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines())
     assert {"command", "protocol", "versions", "machine"} <= set(head)
     assert [(r["net"], r["method"], r["depth"], r["seed"]) for r in lines[:-1]] == [
-        *((DEEP.net, m.name, d, 5) for m in deep.methods for d in (1, 15)),
-        *((RESIDUAL.net, m.name, 9, 5) for m in residual.methods),
+        *((deep.net, row.name, depth, 0) for row in deep.rows for depth in (1, 15)),
+        *((residual.net, row.name, 8, 0) for row in residual.rows),
     ]
     assert lines[3]["diverged_at"] is not None
     assert lines[-1]["energies"]["relative_change"] < 1e-12
     for text in (
         "baseline",
-        "at step",
+        "by step",
         "EquiNorm",
         '"msr", then MeanShiftRejection',
         "never on the test set",
         "demo.png",
+        "6 runs, 1 of them trained before",
     ):
-        assert text in " ".join(out.split())
-    assert "baseline" in written["table.txt"].read_text()
+        assert text in said
+    assert "baseline" in (out / "table.txt").read_text()
+
+
+def test_tuning_chooses_and_says_what_differs(
+    small: tuple[Study, Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = replace(small[0], rows=small[0].rows[:1], depths=(1,))
+    deep = replace(deep, rows=(replace(deep.rows[0], rates=(0.002,)),))
+    monkeypatch.setattr(demo, "STUDIES", (deep,))
+    monkeypatch.setattr(demo, "RATES", (0.002, 0.5))
+    assert cli.main(["demo", "--tune", "--out", str(tmp_path)]) == 0
+    assert "fully connected, baseline: (0.5,) (the demo has (0.002,))" in capsys.readouterr().out
+    head, *lines = (json.loads(line) for line in (tmp_path / "tuning.jsonl").read_text().splitlines())
+    assert "held out" in head["protocol"]
+    assert [line["lr"] for line in lines] == [0.002, 0.002, 0.5, 0.5]
+    assert {line["split"] for line in lines} == {"held_out"}
 
 
 def test_energies_are_equal_after_balancing() -> None:
-    found = demo.balanced_energies(Job(DEEP.net, "baseline", depth=3, lr=0.1, seed=0, steps=5))
-    assert found.after["1"] == pytest.approx([found.after["1"][0]] * 5)
-    ratios = [b / a for a, b in demo.pairwise(found.after["1.2"])]
-    assert ratios == pytest.approx([1.44] * 4)  # energy grows by c² from layer to layer
+    found = demo.balanced_energies(replace(DEEP.run(DEEP.rows[0], 1, 0), epochs=0.25))
+    assert found.after["1"] == pytest.approx([found.after["1"][0]] * 3)
+    ratios = [b / a for a, b in pairwise(found.after["1.2"])]
+    assert ratios == pytest.approx([1.44] * 2)  # energy grows by c² from layer to layer
 
 
 @pytest.mark.slow
 def test_the_quick_demo_in_several_processes(tmp_path: Path) -> None:
     assert cli.main(["demo", "--quick", "--out", str(tmp_path)]) == 0
-    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2 + 2 * len(METHODS) + len(FAMILIES)
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2 + 2 * len(DEEP.rows) + len(RESIDUAL.rows)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,10 +244,10 @@ def test_a_run_with_short_steps_does_not_wait_for_one_with_long(tmp_path: Path) 
 
 def test_no_time_left_saves_and_a_second_call_goes_on(tmp_path: Path) -> None:
     store, whole = Store(tmp_path / "a"), Store(tmp_path / "b")
-    run = replace(BASE, epochs=30)
+    run = replace(BASE, epochs=8)
     calls = 0
     while store.get(run) is None:
-        outcome = train_all([run], store, minutes=0.05 / 60)
+        outcome = train_all([run], store, minutes=0.01 / 60)
         calls += 1
         assert outcome.trained or outcome.unfinished == [run]
     assert calls > 1
@@ -463,10 +463,11 @@ def _rank(rank: int, world: int, port: int, folder: str, run: Run, minutes: floa
 
 
 def _together(folder: Path, run: Run, minutes: float = 10.0) -> None:
+    torch.set_num_threads(1)  # a forked child must not wait for threads it does not have
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # which need not import torch again
     ranks = [context.Process(target=_rank, args=(rank, 2, port, str(folder), run, minutes)) for rank in range(2)]
     for process in ranks:
         process.start()
@@ -475,6 +476,7 @@ def _together(folder: Path, run: Run, minutes: float = 10.0) -> None:
         assert process.exitcode == 0
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_two_processes_make_the_steps_of_one(tmp_path: Path) -> None:
     run = replace(RUNS["enorm"], epochs=3)
     _together(tmp_path / "two", run)

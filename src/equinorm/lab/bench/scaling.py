@@ -36,6 +36,8 @@ class Point:
 
 def points(quick: bool, gpu: bool) -> Iterator[tuple[str, int, dict[str, int]]]:
     middle = {"width": 64 if gpu else 16, "depth": 8, "batch": 128 if gpu else 8}
+    if quick:
+        middle = {"width": 4, "depth": 2, "batch": 2}
     factors = (0.5, 1, 2) if quick else (0.25, 0.5, 1, 2, 4, 8) if gpu else (0.5, 1, 2, 4)
     for axis in middle:
         for factor in factors:

@@ -7,7 +7,7 @@ repro2019, arpit2019                    one per paper; each has `artifacts()`, w
 stock2019_computed                      what stock2019 shows without training
 reproduce                               `equinorm reproduce`: train what a store does not have of some artifacts
 campaign                                `equinorm campaign`: all of them in order, in sittings of limited time
-demo                                    `equinorm demo`: a recipe on the embedded digits, in a minute
+demo, demo_picture                      `equinorm demo`: a recipe on the embedded digits, in a minute
 
 How to write one is said in docs/laboratory.md.
 """

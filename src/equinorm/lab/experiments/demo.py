@@ -1,10 +1,11 @@
 """`equinorm demo`: ENorm in deep nets, and every family of methods on one net, on scikit-learn's digits, in a minute.
 
-A `Study` trains several methods in the same way. In the first the nets are fully connected and up to 21 layers deep;
-in the second a small residual net of convolutions gets each method from `equinorm.convert`. A method is one line: how
-to build the net, and what to attach to its optimizer. Everything else is the same for all of a study.
+A recipe like those of the papers: a `Study` is a base `Run` and rows that differ from it in their method, a row is one
+line. In the first study the nets are fully connected and up to 21 layers deep; in the second a small residual net of
+convolutions has each method of `equinorm.convert`. The runs are trained and kept as all others of the laboratory:
+what a folder has is not trained again, and what was interrupted goes on.
 
-Protocol: 450 of the 1,797 images are the test set, fixed once and for all. Learning rates were chosen by `tune`, on 270
+Protocol: 450 of the 1,797 images are the test set, fixed once and for all. Learning rates are chosen by `tune`, on 270
 images held out of the remaining 1,347; the reported nets are then trained on all 1,347. Only those meet the test set.
 """
 
@@ -17,329 +18,270 @@ import os
 import platform
 import shlex
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cache
 from importlib.metadata import version
-from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, relu
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
-import equinorm
-from equinorm.msr import parameter_groups
-
+from ... import balance_, trace
 from ...errors import UserError
-from ...files import replacing, write_text
+from ...files import write_text
+from ..training.inputs import Inputs, inputs_of
+from ..training.launchers import Options, launch
+from ..training.runs import Data, Method, Model, Optim, Run
+from ..training.schedules import Linear
+from ..training.store import Record, Store
+from ..training.training import Training
+from .common import Candidate, Places, choose, held_out
 
 WIDTH, BATCH, WEIGHT_DECAY = 100, 64, 1e-3
 DEPTHS = (1, 9, 15, 19)  # intermediary layers: width × width, between the first layer and the classifier
-CHANNELS, CONVOLUTIONS = 16, 9
-SEEDS = 3
+CHANNELS, LAYERS = 16, 8
+SEEDS, FIRST_TUNING_SEED = 3, 1000
 RATES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # what `tune` chooses from
-
-# -- nets --------------------------------------------------------------------------------------------------------------
-
-
-def he_initialized(model: nn.Sequential) -> nn.Sequential:
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-    return model
-
-
-def fully_connected(depth: int, images: Tensor, bias: bool = True, norm: bool = False) -> nn.Sequential:
-    """Linear and ReLU, `depth` intermediary layers deep."""
-    widths = [images[0].numel()] + [WIDTH] * (depth + 1)
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers.append(nn.Linear(inputs, outputs, bias=bias and not norm))
-        if norm:
-            layers.append(nn.BatchNorm1d(outputs))
-        layers.append(nn.ReLU())
-    return he_initialized(nn.Sequential(*layers, nn.Linear(WIDTH, 10, bias=bias)))
-
-
-class Block(nn.Module):
-    """x + norm(conv(relu(norm(conv(x))))), rectified."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return relu(x + self.norm2(self.conv2(relu(self.norm1(self.conv1(x))))))
-
-
-def residual(convolutions: int) -> nn.Sequential:
-    """A convolution, residual blocks of two each, and a classifier; batch norms, which `convert` replaces."""
-    stem = [nn.Conv2d(1, CHANNELS, 3, padding=1, bias=False), nn.BatchNorm2d(CHANNELS), nn.ReLU()]
-    blocks = [Block(CHANNELS) for _ in range(convolutions // 2)]
-    return he_initialized(nn.Sequential(*stem, *blocks, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16 * CHANNELS, 10)))
-
+HELD_OUT = 270
 
 # -- methods -----------------------------------------------------------------------------------------------------------
 
-Build = Callable[[int, Tensor], nn.Sequential]
-"""(depth, images to train on) -> net."""
-Attach = Callable[[nn.Module, Optimizer, Tensor], object]
-"""(net, its optimizer, images): make something act in every step."""
-
 
 @dataclass(frozen=True)
-class Method:
+class DemoRow:
     """A net and what keeps it in balance. `rates`: the learning rate for each depth of its study, chosen by `tune`."""
 
     name: str
-    build: Build
-    attach: Attach
+    norm: str  # of the laboratory's nets, which have the names of `equinorm.methods()`
     rates: tuple[float, ...]
     colour: str  # from the Okabe-Ito palette, which colour-blind readers can tell apart
     marker: str
+    method: Method = field(default_factory=Method)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the model
     how: str = ""  # what to give to `convert`, and what comes then
 
 
-def without_bias(depth: int, images: Tensor) -> nn.Sequential:
-    return fully_connected(depth, images, bias=False)
+def enorm(c: float, bias: str = "safe") -> Method:
+    return Method("enorm", {"c": c, "bias": bias})
 
 
-def batch_norm(depth: int, images: Tensor) -> nn.Sequential:
-    return fully_connected(depth, images, norm=True)
-
-
-def converted(method: str, data_dependent: bool = False) -> Build:
-    """The residual net with one of `equinorm.methods()`; `data_dependent`: initialized from 256 images."""
-
-    def build(depth: int, images: Tensor) -> nn.Sequential:
-        batch = images[:256] if data_dependent else None
-        model, _ = equinorm.convert(residual(depth), method, images[:2], init_batch=batch)
-        assert isinstance(model, nn.Sequential)
-        return model
-
-    return build
-
-
-def nothing(model: nn.Module, optimizer: Optimizer, images: Tensor) -> None:
-    """The baseline."""
-
-
-def enorm(c: float, bias: str = "safe") -> Attach:
-    def attach(model: nn.Module, optimizer: Optimizer, images: Tensor) -> object:
-        return equinorm.ENorm(model, optimizer, images[:2], c=c, bias=bias).attach()
-
-    return attach
-
-
-def mean_shift_rejection(model: nn.Module, optimizer: Optimizer, images: Tensor) -> object:
-    return equinorm.MeanShiftRejection(model, optimizer).attach()
-
-
-METHODS = (
-    Method("baseline", fully_connected, nothing, (0.5, 0.1, 0.1, 0.05), "#000000", "o"),
-    Method("BatchNorm", batch_norm, nothing, (1.0, 0.5, 1.0, 1.0), "#0072B2", "s"),
-    Method("ENorm, c = 1", fully_connected, enorm(1.0), (0.2, 0.05, 0.05, 0.05), "#56B4E9", "v"),
-    Method("ENorm-1.2, no biases", without_bias, enorm(1.2), (0.5, 0.05, 0.01, 0.02), "#009E73", "D"),
-    Method("ENorm-1.2, safe biases", fully_connected, enorm(1.2), (0.2, 0.05, 0.05, 0.02), "#D55E00", "^"),
+BIASES = {"bias": True}
+DEEP_ROWS = (
+    DemoRow("baseline", "none", (0.5, 0.1, 0.1, 0.05), "#000000", "o", options=BIASES),
+    DemoRow("BatchNorm", "batchnorm", (1.0, 0.5, 1.0, 1.0), "#0072B2", "s"),
+    DemoRow("ENorm, c = 1", "none", (0.2, 0.05, 0.05, 0.05), "#56B4E9", "v", enorm(1.0), BIASES),
+    DemoRow("ENorm-1.2, no biases", "none", (0.5, 0.05, 0.01, 0.02), "#009E73", "D", enorm(1.2)),
+    DemoRow("ENorm-1.2, safe biases", "none", (0.2, 0.05, 0.05, 0.02), "#D55E00", "^", enorm(1.2), BIASES),
     # at the rates of safe biases: `tune` finds none at which plain ones train at 15 or 19 layers
-    Method("ENorm-1.2, plain biases", fully_connected, enorm(1.2, "plain"), (0.2, 0.05, 0.05, 0.02), "#CC79A7", "x"),
+    DemoRow("ENorm-1.2, plain biases", "none", (0.2, 0.05, 0.05, 0.02), "#CC79A7", "x", enorm(1.2, "plain"), BIASES),
 )
-
-FAMILIES = (
-    Method("no normalization", converted("none"), nothing, (0.02,), "#000000", "o", '"none"'),
-    Method("BatchNorm", converted("batchnorm"), nothing, (0.02,), "#0072B2", "s", '"batchnorm"'),
-    Method("ENorm", converted("none"), enorm(1.0), (0.01,), "#56B4E9", "v", '"none", then ENorm'),
-    Method("EquiNorm", converted("equinorm"), nothing, (0.1,), "#009E73", "D", '"equinorm"'),
-    Method(
-        "mean shift rejection", converted("msr"), mean_shift_rejection, (0.5,), "#D55E00", "^",
-        '"msr", then MeanShiftRejection',
+FAMILY_ROWS = (
+    DemoRow("no normalization", "none", (0.02,), "#000000", "o", how='"none"'),
+    DemoRow("BatchNorm", "batchnorm", (0.02,), "#0072B2", "s", how='"batchnorm"'),
+    DemoRow("ENorm", "none", (0.01,), "#56B4E9", "v", enorm(1.0), how='"none", then ENorm'),
+    DemoRow("EquiNorm", "equinorm", (0.1,), "#009E73", "D", how='"equinorm"'),
+    DemoRow(
+        "mean shift rejection",
+        "msr",
+        (0.5,),
+        "#D55E00",
+        "^",
+        Method("msr", {"centre_luma": True}),
+        how='"msr", then MeanShiftRejection',
     ),
-    Method(
-        "weight norm", converted("weightnorm", data_dependent=True), nothing, (0.02,), "#CC79A7", "P",
-        '"weightnorm", init_batch=images',
-    ),
-    Method(
-        "scaled weight norm", converted("scaled_weightnorm"), nothing, (0.1,), "#E69F00", "X",
-        '"scaled_weightnorm"',
-    ),
-)  # fmt: skip
+    DemoRow("weight norm", "weightnorm", (0.02,), "#CC79A7", "P", how='"weightnorm", init_batch=images'),
+    DemoRow("scaled weight norm", "scaled_weightnorm", (0.2,), "#E69F00", "X", how='"scaled_weightnorm"'),
+)
 
 # -- studies -----------------------------------------------------------------------------------------------------------
 
 
-def standardized(images: Tensor, like: Tensor) -> Tensor:
-    """Vectors of mean 0 and variance 1 over all pixels of the images to train on."""
-    return ((images - like.mean()) / like.std(correction=0)).flatten(1).float()
-
-
-def pixels(images: Tensor, like: Tensor) -> Tensor:
-    """Pixels in [0, 1] as they are, which EquiNorm asks for."""
-    return images.unsqueeze(1).float()
-
-
 @dataclass(frozen=True)
 class Study:
-    """Methods that are trained in the same way."""
+    """Rows that are trained in the same way, at some depths. `base`: the run that they all are but for their method."""
 
     net: str
-    methods: tuple[Method, ...]
+    rows: tuple[DemoRow, ...]
     depths: tuple[int, ...]
-    inputs: Callable[[Tensor, Tensor], Tensor]
-    steps: int
-    momentum: float
+    depth_option: str  # what the laboratory's net calls its depth
+    base: Run
 
-    def method(self, name: str) -> Method:
-        return next(method for method in self.methods if method.name == name)
+    def row(self, name: str) -> DemoRow:
+        return next(row for row in self.rows if row.name == name)
 
-    def rate(self, method: Method, depth: int) -> float:
-        return method.rates[self.depths.index(depth)]
+    def run(self, row: DemoRow, depth: int, seed: int, lr: float | None = None) -> Run:
+        """One run of a row; at the rate that was chosen for it, unless told."""
+        rate = row.rates[self.depths.index(depth)] if lr is None else lr
+        options = {**self.base.model.options, self.depth_option: depth, "norm": row.norm, **row.options}
+        return replace(
+            self.base,
+            model=replace(self.base.model, options=options),
+            method=row.method,
+            optim=replace(self.base.optim, lr=rate),
+            seed=seed,
+            label=row.name,
+        )
+
+    def depth_of(self, run: Run) -> int:
+        return int(run.model.options[self.depth_option])
 
 
-DEEP = Study("fully connected", METHODS, DEPTHS, standardized, steps=200, momentum=0.0)
-RESIDUAL = Study("residual", FAMILIES, (CONVOLUTIONS,), pixels, steps=150, momentum=0.9)
+def _base(inputs: str, model: Model, momentum: float, epochs: int) -> Run:
+    optim = Optim(momentum=momentum, weight_decay=WEIGHT_DECAY, schedule=Linear())
+    return Run(Data("digits", inputs=inputs), model, optim=optim, epochs=epochs, batch=BATCH, precision="float32")
+
+
+DEEP = Study(
+    "fully connected",
+    DEEP_ROWS,
+    DEPTHS,
+    "hidden",
+    _base("standard", Model("fc", {"width": WIDTH, "init": "he"}), momentum=0.0, epochs=9),
+)
+RESIDUAL = Study(
+    "residual",
+    FAMILY_ROWS,
+    (LAYERS,),
+    "depth",
+    _base("unit", Model("resnet_cifar", {"width": CHANNELS, "init": "he"}), momentum=0.9, epochs=7),
+)
 STUDIES = (DEEP, RESIDUAL)
 
 
-def study_of(net: str) -> Study:
-    return next(study for study in STUDIES if study.net == net)
-
-
-# -- one run -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Setting:
+class Score:
+    """What became of a run: a line of `runs.jsonl`."""
+
     net: str  # of a study
     method: str
     depth: int
     lr: float
     seed: int
     steps: int
-
-
-@dataclass(frozen=True)
-class Job(Setting):
-    validation: bool = False  # train on a part of the training set and test on the rest of it
-
-
-@dataclass(frozen=True)
-class Run(Setting):
-    """A line of `runs.jsonl`."""
-
     split: str
     accuracy: float | None  # None: diverged
-    diverged_at: int | None
+    diverged_at: int | None  # the last step of the epoch in which the loss stopped being a number
     seconds: float
+    key: str  # of the run in `runs/`
+
+    @classmethod
+    def of(cls, study: Study, record: Record) -> Score:
+        run = record.run
+        images = len(inputs_of(run, None, torch.device("cpu")))
+        per_epoch = math.ceil(images / run.batch)
+        lost = record.status == "diverged"
+        return cls(
+            study.net,
+            run.label,
+            study.depth_of(run),
+            run.optim.lr,
+            run.seed,
+            round(per_epoch * run.epochs),
+            run.data.evaluate,
+            None if lost else round(record.final["test_accuracy"], 2),
+            per_epoch * len(record.epochs) if lost else None,
+            round(record.final["seconds"], 2),
+            run.key,
+        )
 
 
-@cache
-def digits(validation: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels to train on, images and labels to test on. The test set is the same 450 images always."""
-    images, labels = load_digits(return_X_y=True)
-    train, test, train_y, test_y = train_test_split(images, labels, test_size=450, random_state=0, stratify=labels)
-    if validation:
-        train, test, train_y, test_y = train_test_split(train, train_y, test_size=270, random_state=0, stratify=train_y)
-    scaled = [torch.from_numpy(x / 16).view(-1, 8, 8) for x in (train, test)]
-    return scaled[0], torch.from_numpy(train_y), scaled[1], torch.from_numpy(test_y)
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
-def train(job: Job) -> tuple[nn.Sequential, int | None]:
-    """The trained net, and the step at which its loss stopped being a number, if it did."""
-    study = study_of(job.net)
-    method = study.method(job.method)
-    raw, labels, _, _ = digits(job.validation)
-    images = study.inputs(raw, raw)
-    torch.manual_seed(job.seed)
-    model = method.build(job.depth, images)
-    optimizer = SGD(parameter_groups(model, WEIGHT_DECAY), lr=job.lr, momentum=study.momentum)
-    method.attach(model, optimizer, images)
-    schedule = LambdaLR(optimizer, lambda step: 1 - step / job.steps)
-    for step, batch in enumerate(batches(len(images), job.steps)):
-        loss = cross_entropy(model(images[batch]), labels[batch])
-        if not math.isfinite(loss.item()):
-            return model, step
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return model, None
+def run(out: Path, seed: int = 0, quick: bool = False, command: Sequence[str] = ("equinorm", "demo")) -> None:
+    """Train every method at every depth; print tables, draw a picture, and keep every run."""
+    from .demo_picture import draw
 
-
-def batches(size: int, steps: int) -> Iterator[Tensor]:
-    """Indices of one batch per step; a new shuffle for every epoch, whose last, smaller batch is left out."""
-    per_epoch = size // BATCH
-    for step in range(steps):
-        if step % per_epoch == 0:
-            order = torch.randperm(size)
-        yield order[step % per_epoch * BATCH :][:BATCH]
-
-
-def run_job(job: Job) -> Run:
-    """Train and test one net. (A process of its own may do this, so arguments and result are plain.)"""
+    console = Console()
     start = time.monotonic()
-    model, diverged = train(job)
-    seen, _, images, labels = digits(job.validation)
-    model.eval()
-    with torch.no_grad():
-        correct = model(study_of(job.net).inputs(images, seen)).argmax(1) == labels
-    accuracy = None if diverged is not None else round(100 * float(correct.float().mean()), 2)
-    split = "validation" if job.validation else "test"
-    seconds = round(time.monotonic() - start, 2)
-    return Run(job.net, job.method, job.depth, job.lr, job.seed, job.steps, split, accuracy, diverged, seconds)
-
-
-# -- many runs ---------------------------------------------------------------------------------------------------------
-
-
-def run_all(jobs: Sequence[Job], console: Console, what: str) -> list[Run]:
-    """All runs, one process per core, the long ones first; a bar on a terminal."""
-    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
-    order = sorted(range(len(jobs)), key=lambda i: -jobs[i].depth * jobs[i].steps)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    found: dict[int, Run] = {}
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=len(jobs))
-        for i, run in _results(jobs, order, workers):
-            found[i] = run
-            progress.advance(task)
-    return [found[i] for i in range(len(jobs))]
-
-
-def _results(jobs: Sequence[Job], order: Sequence[int], workers: int) -> Iterator[tuple[int, Run]]:
-    if workers < 2 or len(jobs) < 8:  # starting a process costs more than a few runs
-        with _one_thread():
-            for i in order:
-                yield i, run_job(jobs[i])
-        return
-    pool = ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    seeds, every = (1, 2) if quick else (SEEDS, 1)
+    _make_folder(out)
+    asked = [
+        (study, study.run(row, depth, seed + i))
+        for study in STUDIES
+        for row in study.rows
+        for depth in study.depths[::every]
+        for i in range(seeds)
+    ]
+    scores, trained = train(out, asked)
+    energies = balanced_energies(DEEP.run(DEEP.rows[0], 15, seed))
+    lines = [header(command, protocol_of(seeds, seed)), *map(asdict, scores), {"energies": asdict(energies)}]
+    write_text(out / "runs.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    text = io.StringIO()
+    for target in (console, Console(file=text, width=110)):
+        target.print(by_depth([score for score in scores if score.net == DEEP.net]))
+        target.print(by_family([score for score in scores if score.net == RESIDUAL.net]))
+        target.print(protocol_of(seeds, seed), markup=False, highlight=False)
+        target.print(energies.sentence(), markup=False, highlight=False)
+    write_text(out / "table.txt", text.getvalue())
+    draw(scores, energies, out / "demo.png")
+    known = "" if trained == len(scores) else f", {len(scores) - trained} of them trained before"
+    said = f"{len(scores)} runs{known}, in {time.monotonic() - start:.0f} s."
+    console.print(
+        f"{said} Written to {out}: demo.png, table.txt, runs.jsonl", markup=False, highlight=False, soft_wrap=True
     )
-    try:
-        futures = {pool.submit(run_job, jobs[i]): i for i in order}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def tune(out: Path, command: Sequence[str]) -> None:
+    """Choose a learning rate for each method and depth on images held out of the training set."""
+    console = Console()
+    _make_folder(out)
+    tried = [
+        (study, candidate)
+        for study in STUDIES
+        for row in study.rows
+        for depth in study.depths
+        for candidate in candidates(study, row, depth)
+    ]
+    scores, _ = train(out, [(study, run) for study, candidate in tried for run in candidate.runs])
+    lines = [header(command, f"learning rates, each on {HELD_OUT} images held out of the training set")]
+    lines += map(asdict, scores)
+    write_text(out / "tuning.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    accuracy = {score.key: math.nan if score.accuracy is None else score.accuracy for score in scores}
+    for study in STUDIES:
+        mine = [candidate for of, candidate in tried if of is study]
+        for name, places in choose(mine, lambda run: accuracy[run.key]).items():
+            rates, used = rates_of(places, study.depths), study.row(name).rates
+            note = "" if rates == used else f" (the demo has {used})"
+            console.print(f"{study.net}, {name}: {rates}{note}", markup=False, highlight=False)
+    console.print(f"Written to {out / 'tuning.jsonl'}", markup=False, highlight=False)
+
+
+def candidates(study: Study, row: DemoRow, depth: int) -> Iterator[Candidate]:
+    for lr in RATES:
+        runs = (held_out(study.run(row, depth, FIRST_TUNING_SEED + i, lr), HELD_OUT) for i in range(2))
+        yield Candidate(row.name, depth, {"lr": lr}, tuple(runs))
+
+
+def rates_of(places: Places, depths: Sequence[int]) -> tuple[float, ...]:
+    return tuple(places[depth]["lr"] for depth in depths)
+
+
+def train(out: Path, asked: Sequence[tuple[Study, Run]]) -> tuple[list[Score], int]:
+    """What became of runs, and how many of them the folder did not have."""
+    store = Store(out)
+    processes = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
+    few = len(asked) < 8  # starting a process costs more than a few runs
+    longest_first = [run for _, run in sorted(asked, key=lambda one: -one[0].depth_of(one[1]))]
+    with _one_thread():
+        outcome = launch(longest_first, store, options=Options(device="cpu", processes=1 if few else processes))
+    if outcome.interrupted or outcome.unfinished:
+        raise KeyboardInterrupt
+    scores = []
+    for study, run in asked:
+        record = store.get(run)
+        if record is None:
+            raise UserError(
+                f"another process trains {run.key} in {out}: wait for it, or give another folder with --out"
+            )
+        scores.append(Score.of(study, replace(record, run=run)))  # with this label
+    return scores, len(outcome.trained)
 
 
 @contextmanager
@@ -351,72 +293,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def run(out: Path, seed: int = 0, quick: bool = False, command: Sequence[str] = ("equinorm", "demo")) -> None:
-    """Train every method at every depth; print tables, draw a picture, and keep every run."""
-    console = Console()
-    start = time.monotonic()
-    seeds, every = (1, 2) if quick else (SEEDS, 1)
-    _make_folder(out)
-    jobs = [
-        Job(study.net, method.name, depth, study.rate(method, depth), seed + i, study.steps)
-        for study in STUDIES
-        for method in study.methods
-        for depth in study.depths[::every]
-        for i in range(seeds)
-    ]
-    runs = run_all(jobs, console, "training")
-    energies = balanced_energies(replace(jobs[0], depth=15, lr=DEEP.rate(METHODS[0], 15)))
-    lines = [header(command, protocol_of(seeds, seed)), *(asdict(r) for r in runs), {"energies": asdict(energies)}]
-    write_text(out / "runs.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    text = io.StringIO()
-    for target in (console, Console(file=text, width=110)):
-        target.print(by_depth([r for r in runs if r.net == DEEP.net]))
-        target.print(by_family([r for r in runs if r.net == RESIDUAL.net]))
-        target.print(protocol_of(seeds, seed), markup=False, highlight=False)
-        target.print(energies.sentence(), markup=False, highlight=False)
-    write_text(out / "table.txt", text.getvalue())
-    draw(runs, energies, out / "demo.png")
-    console.print(
-        f"{len(runs)} runs in {time.monotonic() - start:.0f} s. Written to {out}: demo.png, table.txt, runs.jsonl",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-
-
-def tune(out: Path, command: Sequence[str]) -> None:
-    """Choose a learning rate for each method and depth on images held out of the training set."""
-    console = Console()
-    _make_folder(out)
-    jobs = [
-        Job(study.net, method.name, depth, lr, seed, study.steps, validation=True)
-        for study in STUDIES
-        for method in study.methods
-        for depth in study.depths
-        for lr in RATES
-        for seed in (1000, 1001)
-    ]
-    runs = run_all(jobs, console, "tuning")
-    lines = [
-        header(command, "learning rates, each on 270 images held out of the training set"),
-        *(asdict(r) for r in runs),
-    ]
-    write_text(out / "tuning.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    for study in STUDIES:
-        for method in study.methods:
-            mine = [r for r in runs if (r.net, r.method) == (study.net, method.name)]
-            chosen = tuple(best_rate([r for r in mine if r.depth == d]) for d in study.depths)
-            note = "" if chosen == method.rates else f" (the demo has {method.rates})"
-            console.print(f"{study.net}, {method.name}: {chosen}{note}", markup=False, highlight=False)
-    console.print(f"Written to {out / 'tuning.jsonl'}", markup=False, highlight=False)
-
-
-def best_rate(runs: Iterable[Run]) -> float:
-    """The rate of the best mean accuracy; a diverged run counts as 0, the smaller rate wins a tie."""
-    scores: dict[float, list[float]] = {}
-    for r in runs:
-        scores.setdefault(r.lr, []).append(r.accuracy or 0.0)
-    return max(sorted(scores), key=lambda lr: statistics.mean(scores[lr]))
 
 
 def _make_folder(out: Path) -> None:
@@ -441,54 +317,56 @@ def header(command: Sequence[str], protocol: str) -> dict[str, Any]:
 
 
 def protocol_of(seeds: int, seed: int) -> str:
-    _, labels, _, test_labels = digits(validation=False)
     several = (
         f"median (lowest to highest) of {seeds} seeds, {seed} to {seed + seeds - 1}"
         if seeds > 1
         else f"one seed, {seed}"
     )
     return (
-        f"Test accuracy in %, {several}. scikit-learn's digits: {len(labels):,} images to train on, {len(test_labels)} "
-        f"to test on, one fixed split. He initialization, SGD, batch {BATCH}, learning rate falling linearly to 0, "
-        f"weight decay {WEIGHT_DECAY:g}. Fully connected nets: width {WIDTH}, standardized inputs, no momentum, "
-        f"{DEEP.steps} steps. Residual net: {CONVOLUTIONS} convolutions, 3 by 3, of {CHANNELS} channels, pixels in "
-        f"[0, 1], momentum {RESIDUAL.momentum}, {RESIDUAL.steps} steps. Learning rates chosen for each method and "
-        f"depth from {', '.join(map(str, RATES))} on 270 images held out of the training set (equinorm demo --tune), "
-        "never on the test set; plain biases run at the rates of safe ones."
+        f"Test accuracy in %, {several}. scikit-learn's digits: 1,347 images to train on, 450 to test on, one fixed "
+        f"split. He initialization, SGD, batch {BATCH}, learning rate falling linearly to 0, weight decay "
+        f"{WEIGHT_DECAY:g}. Fully connected nets: width {WIDTH}, standardized inputs, no momentum, "
+        f"{DEEP.base.epochs:g} epochs. Residual net: {LAYERS - 1} convolutions, 3 by 3, of {CHANNELS} to "
+        f"{4 * CHANNELS} channels, pixels in [0, 1], momentum {RESIDUAL.base.optim.momentum:g}, "
+        f"{RESIDUAL.base.epochs:g} epochs. "
+        f"Learning rates chosen for each method and depth from {', '.join(map(str, RATES))} on {HELD_OUT} images held "
+        "out of the training set (equinorm demo --tune), never on the test set; plain biases run at the rates of safe "
+        "ones."
     )
 
 
-def by_depth(runs: Sequence[Run]) -> Table:
-    depths = sorted({r.depth for r in runs})
+def by_depth(scores: Sequence[Score]) -> Table:
+    depths = sorted({score.depth for score in scores})
     title = "Fully connected nets, by number of intermediary layers"
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("method", no_wrap=True)
     for depth in depths:
         table.add_column(str(depth), justify="right", no_wrap=True)
-    for name in dict.fromkeys(r.method for r in runs):
-        table.add_row(name, *(cell([r for r in runs if r.method == name and r.depth == d]) for d in depths))
+    for name in dict.fromkeys(score.method for score in scores):
+        mine = [score for score in scores if score.method == name]
+        table.add_row(name, *(cell([score for score in mine if score.depth == depth]) for depth in depths))
     return table
 
 
-def by_family(runs: Sequence[Run]) -> Table:
-    title = f"Every family on a residual net of {CONVOLUTIONS} convolutions"
+def by_family(scores: Sequence[Score]) -> Table:
+    title = f"Every family on a residual net of {LAYERS - 1} convolutions"
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
     table.add_column("accuracy", justify="right", no_wrap=True)
     table.add_column("equinorm.convert(net, ..., x)", no_wrap=True)
-    for name in dict.fromkeys(r.method for r in runs):
-        mine = [r for r in runs if r.method == name]
-        table.add_row(name, cell(mine).replace("\n", "  "), RESIDUAL.method(name).how)
+    for name in dict.fromkeys(score.method for score in scores):
+        mine = [score for score in scores if score.method == name]
+        table.add_row(name, cell(mine).replace("\n", "  "), RESIDUAL.row(name).how)
     return table
 
 
-def cell(runs: Sequence[Run]) -> str:
-    """The median above the spread, or the step at which the first seed diverged. (Lines fit narrow terminals.)"""
-    good = sorted(r.accuracy for r in runs if r.accuracy is not None)
-    steps = [r.diverged_at for r in runs if r.diverged_at is not None]
+def cell(scores: Sequence[Score]) -> str:
+    """The median above the spread, or by which step the first seed had diverged. (Lines fit narrow terminals.)"""
+    good = sorted(score.accuracy for score in scores if score.accuracy is not None)
+    steps = [score.diverged_at for score in scores if score.diverged_at is not None]
     if steps:
-        some = f"\n{len(steps)} of {len(runs)}" if good else ""
-        return f"diverged\nat step {min(steps)}{some}"
+        some = f"\n{len(steps)} of {len(scores)}" if good else ""
+        return f"diverged\nby step {min(steps)}{some}"
     spread = f"\n{good[0]:.1f}-{good[-1]:.1f}" if len(good) > 1 else ""
     return f"{statistics.median(good):.1f}{spread}"
 
@@ -510,121 +388,27 @@ class Energies:
         )
 
 
-def balanced_energies(job: Job) -> Energies:
-    seen, _, unseen, _ = digits(validation=False)
-    images = study_of(job.net).inputs(unseen, seen).double()
+def balanced_energies(run: Run) -> Energies:
+    inputs = inputs_of(run, None, torch.device("cpu"))
+    assert isinstance(inputs, Inputs)
+    images = inputs.test.double()
     with _one_thread():
-        model = train(job)[0].double()
-    symmetry = equinorm.trace(model, images)
+        training = Training(run, inputs)
+        while not training.finished:
+            training.step()
+    model = training.parts.model.double()
+    symmetry = trace(model, images)
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def energy() -> list[float]:
-        return [float(layer.weight.square().sum()) for layer in model if isinstance(layer, nn.Linear)]
+        return [float(layer.weight.square().sum()) for layer in model.modules() if isinstance(layer, nn.Linear)]
 
     with torch.no_grad():
         before, after, change = energy(), {}, 0.0
         outputs = model(images)
         for c in (1.0, 1.2):
             model.load_state_dict(original)
-            equinorm.balance_(model, symmetry=symmetry, c=c)
+            balance_(model, symmetry=symmetry, c=c)
             after[f"{c:g}"] = energy()
             change = max(change, float((model(images) - outputs).abs().max() / outputs.abs().max()))
-    return Energies(job.depth, before, after, change)
-
-
-def draw(runs: Sequence[Run], energies: Energies, path: Path) -> None:
-    """Accuracy against depth, energy per layer before and after balancing, and accuracy of every family."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7.8), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
-    panels = figure.subplot_mosaic(
-        [["depth", "energy"], ["family", "family"]], width_ratios=[1.25, 1], height_ratios=[1.6, 1]
-    )
-    _draw_accuracy(panels["depth"], [r for r in runs if r.net == DEEP.net])
-    _draw_energies(panels["energy"], energies)
-    _draw_families(panels["family"], [r for r in runs if r.net == RESIDUAL.net])
-    for name, axes in panels.items():
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x" if name == "family" else "y", color="0.9", linewidth=0.8)
-        axes.set_axisbelow(True)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png")
-
-
-def _draw_accuracy(axes: Any, runs: Sequence[Run]) -> None:
-    from matplotlib.ticker import MultipleLocator
-
-    depths = sorted({r.depth for r in runs})
-    lost_at = {(r.method, r.depth) for r in runs if r.accuracy is None}
-    shown = [r for r in runs if (r.method, r.depth) not in lost_at]
-    floor = max(0.0, 5 * math.floor((min(r.accuracy or 0.0 for r in shown) - 1) / 5)) if shown else 0.0
-    for number, method in enumerate(METHODS):
-        shift = 0.16 * (number - (len(METHODS) - 1) / 2)  # so that the bars of two methods do not hide each other
-        points: dict[int, list[float]] = {}
-        for r in shown:
-            if r.method == method.name:
-                points.setdefault(r.depth, []).append(r.accuracy or 0.0)
-        kept, lost = sorted(points), [d for d in depths if (method.name, d) in lost_at]
-        middle = [statistics.median(points[d]) for d in kept]
-        below = [m - min(points[d]) for m, d in zip(middle, kept, strict=True)]
-        above = [max(points[d]) - m for m, d in zip(middle, kept, strict=True)]
-        style = {"color": method.colour, "marker": method.marker, "markersize": 6, "linewidth": 1.6}
-        where = [d + shift for d in kept]
-        axes.errorbar(where, middle, [below, above], label=method.name, elinewidth=1, capsize=0, **style)
-        if lost:
-            gone = [d + shift for d in lost]
-            axes.plot(
-                gone, [floor] * len(gone), "x", color=method.colour, markersize=9, markeredgewidth=2.2, clip_on=False
-            )
-            axes.plot([*where[-1:], gone[0]], [*middle[-1:], floor][-2:], ":", color=method.colour, linewidth=1.4)
-            for x in gone:
-                axes.annotate("diverged", (x, floor), (-9, 7), textcoords="offset points", ha="right", va="center",
-                              color=method.colour, fontsize=8.5)  # fmt: skip
-    axes.set_ylim(floor, 100)
-    axes.yaxis.set_major_locator(MultipleLocator(5))
-    axes.set_xticks(depths)
-    axes.set_xlabel("intermediary layers")
-    axes.set_ylabel("test accuracy (%)")
-    seeds = len({r.seed for r in runs})
-    note = f": median, lowest and highest of {seeds} seeds" if seeds > 1 else ""
-    axes.set_title(f"Deep fully connected nets{note}", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8.5, loc="lower left")
-
-
-def _draw_energies(axes: Any, energies: Energies) -> None:
-    layers = range(1, len(energies.before) + 1)
-    axes.plot(layers, energies.before, "o-", color="#000000", label="as trained", linewidth=1.6)
-    for c, colour, marker in (("1", "#56B4E9", "v"), ("1.2", "#D55E00", "^")):
-        axes.plot(layers, energies.after[c], color=colour, marker=marker, label=f"balanced, c = {c}", linewidth=1.6)
-    axes.set_yscale("log")
-    axes.set_xlabel("layer, from input to output")
-    axes.set_ylabel("energy ‖W‖²")
-    axes.set_title(f"One net, {energies.depth} intermediary layers, same function", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8.5)
-
-
-def _draw_families(axes: Any, runs: Sequence[Run]) -> None:
-    """A line for each method: the median, and from the lowest to the highest seed."""
-    names = list(dict.fromkeys(r.method for r in runs))
-    found = {name: [r.accuracy or 0.0 for r in runs if r.method == name] for name in names}  # 0: diverged
-    middles = {name: statistics.median(values) for name, values in found.items()}
-    floor = max(0.0, 5 * math.floor((min(middles.values()) - 1) / 5))
-    for row, name in enumerate(names):
-        method, middle, low, high = RESIDUAL.method(name), middles[name], min(found[name]), max(found[name])
-        axes.plot([max(low, floor), high], [row, row], color=method.colour, linewidth=1.6)
-        axes.plot(middle, row, color=method.colour, marker=method.marker, markersize=8)
-        axes.annotate(f"{middle:.1f}", (high, row), (10, 0), textcoords="offset points", va="center", fontsize=8.5)
-        if low < floor:  # a seed that failed does not set the scale
-            axes.annotate(f"lowest seed {low:.0f}", (floor, row), (6, 7), textcoords="offset points", va="center",
-                          color=method.colour, fontsize=8.5)  # fmt: skip
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(floor, 100)
-    axes.set_xlabel("test accuracy (%)")
-    axes.set_title(f"Every family on a residual net of {CONVOLUTIONS} convolutions", loc="left", fontsize=11)
-
-
-if __name__ == "__main__":
-    run(Path("equinorm-demo"), command=sys.argv)
+    return Energies(DEEP.depth_of(run), before, after, change)

@@ -10,9 +10,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from ...errors import UserError
 from . import together
@@ -35,6 +39,7 @@ class Options:
     side_by_side: int | None = None  # runs in progress at once on one device; None: 8 on a GPU, 1 on a CPU
     minutes: float = float("inf")  # after these, what is in progress is saved and nothing is started
     checkpoint_seconds: float = 60.0
+    processes: int = 1  # of this machine, where it has no GPU: so many runs at once, a thread for each
     address: str | None = None  # of a Ray cluster; None: $RAY_ADDRESS, else a cluster of this machine
     partition: str | None = None  # of Slurm
     cluster: str | None = None  # submitit's executor; None: Slurm
@@ -66,6 +71,8 @@ def launch(
 def _local(runs: list[Run], store: Store, options: Options, on_record: Callable[[Record], None]) -> Outcome:
     if together.are_several():
         return _together(runs, store, options, on_record)
+    if options.processes > 1 and len(runs) > 1:
+        return _in_processes(runs, store, options, on_record)
     with display(len(runs)) as shown:
 
         def done(record: Record) -> None:
@@ -91,6 +98,35 @@ def _together(runs: list[Run], store: Store, options: Options, on_record: Callab
             total.unfinished, total.interrupted = runs[i:], one.interrupted
             break
     return total
+
+
+def _in_processes(runs: list[Run], store: Store, options: Options, on_record: Callable[[Record], None]) -> Outcome:
+    """Processes of this machine that share the store: each takes the next run when it has ended one."""
+    outcome = Outcome()
+    pool = ProcessPoolExecutor(
+        options.processes, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    )
+    try:
+        futures = {pool.submit(_train_one, run, store.folder, options): run for run in runs}
+        with display(len(runs)) as shown:
+            for future in as_completed(futures):
+                one, run = future.result(), futures[future]
+                outcome.known += one.known
+                outcome.elsewhere += one.elsewhere
+                outcome.unfinished += one.unfinished
+                outcome.interrupted |= one.interrupted
+                for record in one.trained:
+                    outcome.trained.append(replace(record, run=run))  # with its label
+                    on_record(record)
+                    if shown is not None:
+                        shown.done(record)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return outcome
+
+
+def _train_one(run: Run, folder: Path, options: Options) -> Outcome:
+    return train_all([run], Store(folder), **options.training())
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of `lab.models` with its options; `norm` is one of them."""
+    """A model of `lab.nets` with its options; `norm` is one of them."""
 
     name: str
     options: Options = field(default_factory=dict)
