@@ -40,10 +40,14 @@ $(BIN)/python:
 # The constraints file keeps every install at the versions the tests run with, torch's CPU build among them. Modules are
 # compiled when they are first imported: to compile all of them here would take a third of the time.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
-$(VENV)/.lab: pyproject.toml constraints.txt | $(BIN)/python
+# A torchvision built for CUDA is made to work beside the CPU build of torch, if it is there.
+TORCHVISION := scripts/torchvision_ops.py
+$(VENV)/.lab: pyproject.toml constraints.txt $(TORCHVISION) | $(BIN)/python
 	$(INSTALL) --editable '.[lab]'
+	$(BIN)/python $(TORCHVISION)
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt $(TORCHVISION) | $(BIN)/python
 	$(INSTALL) --editable '.[lab,dev]'
+	$(BIN)/python $(TORCHVISION)
 	touch $@ $(VENV)/.lab

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 # Set before any of the model zoos is imported: nothing is ever downloaded by a test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,17 +19,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if TYPE_CHECKING:
+    from support.ranks import Ranks
+
 # Two workers with two threads each are slower on two cores than two with one, and sums come out the same
 # everywhere.
 torch.set_num_threads(1)
-
-# A torchvision built for CUDA looks these operators up when it is imported, and does not have them beside a
-# CPU build of torch. Declaring them is enough: only detection models call them. Beside a CUDA build it brings its own.
-if torch.version.cuda is None:
-    _TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
-    for _name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, _name):
-            _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 # Exporting a model takes a second; an example is slow because of that, not because of the test.
 settings.register_profile("equinorm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +40,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """The collector of garbage leaves alone what is imported by now, and looks less often at what an export makes."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The ten slowest files, whichever worker ran their tests."""
+    seconds: dict[str, float] = defaultdict(float)
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("slowest files")
+        for file in sorted(seconds, key=seconds.__getitem__, reverse=True)[:10]:
+            terminalreporter.line(f"{seconds[file]:7.1f} s  {file}")
+        terminalreporter.line(f"{sum(seconds.values()):7.1f} s  all {len(seconds)}")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks(2).run(function, *arguments)` runs a function in two processes, which stay for the next test."""
+    from support.ranks import Ranks
+
+    pools: dict[int, Ranks] = {}
+    yield lambda size: pools.setdefault(size, Ranks(size))
+    for pool in pools.values():
+        pool.close()

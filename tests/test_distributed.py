@@ -1,20 +1,18 @@
 """Every method under DistributedDataParallel: two processes that see half of each batch, over gloo.
 
-The processes are started once and train all methods; the tests compare what came out with what one process does.
+They train each method once; the tests compare what came out with what one process does.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +22,7 @@ import equinorm
 from equinorm.equilibrium.layers import EquiNormConv2d
 from equinorm.msr import parameter_groups
 from equinorm.norms.layers import BatchRenorm2d
+from support.ranks import RankError, Ranks
 
 RANKS, STEPS, SHARD = 2, 3, 4
 NAMES = [method.name for method in equinorm.methods()]
@@ -60,11 +59,17 @@ def shard(rank: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0][mine], batch[1][mine]
 
 
-def converted(name: str, model: Callable[[], nn.Module] = net) -> nn.Module:
+@cache
+def _converted(name: str, synced: bool) -> nn.Module:
     # in a schedule of 40,000 steps batch renorm would be plain batch norm here
     options: dict[str, Any] = {"r_schedule": (0, 2), "d_schedule": (0, 2)} if name == "batchrenorm" else {}
     torch.manual_seed(2)  # mean shift rejection draws its kernels
-    return equinorm.convert(model(), name, torch.rand(2, 3, 6, 6, dtype=torch.float64), **options)[0]
+    example = torch.rand(2, 3, 6, 6, dtype=torch.float64)
+    return equinorm.convert(with_sync() if synced else net(), name, example, **options)[0]
+
+
+def converted(name: str, synced: bool = False) -> nn.Module:
+    return copy.deepcopy(_converted("none" if name == "enorm" else name, synced))
 
 
 def optimizer_of(name: str, model: nn.Module) -> Optimizer:
@@ -87,33 +92,20 @@ def train(model: nn.Module, optimizer: Optimizer, data: list[tuple[Tensor, Tenso
 # -- in each process ---------------------------------------------------------------------------------------------
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    # a process that waits for the other in vain fails instead of hanging
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, timedelta(seconds=60), world_size=RANKS, rank=rank)
-    try:
-        found = {name: in_parallel(rank, name, converted(name)) for name in NAMES}
-        found["enorm"] = in_parallel(rank, "enorm", converted("none"))
-        for name in SYNCED:
-            found[f"{name}, synced"] = in_parallel(rank, name, converted(name, with_sync))
-        torch.save(found, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def in_parallel(rank: int, name: str, model: nn.Module) -> dict[str, Tensor]:
+def in_parallel(name: str, synced: bool) -> dict[str, Tensor]:
+    model = converted(name, synced)
     wrapped = DistributedDataParallel(model)
-    train(wrapped, optimizer_of(name, wrapped), [shard(rank, batch) for batch in batches()])
+    train(wrapped, optimizer_of(name, wrapped), [shard(dist.get_rank(), batch) for batch in batches()])
     return model.state_dict()
 
 
+Trained = Callable[..., list[dict[str, Tensor]]]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
-    """By rank and method, the state dict after training."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+def trained(ranks: Callable[[int], Ranks]) -> Trained:
+    """By method, the state dict after training in each process."""
+    return cache(lambda name, synced=False: ranks(RANKS).run(in_parallel, name, synced))
 
 
 # -- what one process does ---------------------------------------------------------------------------------------
@@ -162,32 +154,33 @@ def assert_state(state: dict[str, Tensor], expected: nn.Module) -> None:
 # -- the tests ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*NAMES, "enorm", *(f"{name}, synced" for name in SYNCED)])
-def test_parameters_stay_bitwise_equal(name: str, found: Any) -> None:
-    first, second = (states[name] for states in found)
-    start = converted({"enorm": "none"}.get(name, name.removesuffix(", synced")))
-    for key, parameter in start.named_parameters():
+@pytest.mark.parametrize(
+    ("name", "synced"), [*((name, False) for name in [*NAMES, "enorm"]), *((name, True) for name in SYNCED)]
+)
+def test_parameters_stay_bitwise_equal(name: str, synced: bool, trained: Trained) -> None:
+    first, second = trained(name, synced)
+    for key, parameter in converted(name).named_parameters():
         assert torch.equal(first[key], second[key]), key
         if parameter.requires_grad:
             assert not torch.equal(first[key], parameter), f"{key} was not trained"
 
 
 @pytest.mark.parametrize("name", [*(name for name in NAMES if name not in PER_PROCESS), "enorm"])
-def test_without_statistics_it_is_training_on_the_whole_batch(name: str, found: Any) -> None:
-    model = alone(name, converted("none" if name == "enorm" else name))
-    for states in found:
-        assert_state(states[name], model)
+def test_without_statistics_it_is_training_on_the_whole_batch(name: str, trained: Trained) -> None:
+    model = alone(name, converted(name))
+    for state in trained(name):
+        assert_state(state, model)
 
 
 @pytest.mark.parametrize("name", sorted(PER_PROCESS))
-def test_statistics_are_those_of_each_process(name: str, found: Any) -> None:
+def test_statistics_are_those_of_each_process(name: str, trained: Trained) -> None:
     """And the running ones of the first are handed to all before every forward pass, so they differ by one batch."""
-    copies = side_by_side(name, converted(name))
-    for states, expected in zip(found, copies, strict=True):
-        assert_state(states[name], expected)
-    running = [key for key in found[0][name] if "running" in key]
+    states = trained(name)
+    for state, expected in zip(states, side_by_side(name, converted(name)), strict=True):
+        assert_state(state, expected)
+    running = [key for key in states[0] if "running" in key]
     assert running
-    assert not any(torch.equal(found[0][name][key], found[1][name][key]) for key in running)
+    assert not any(torch.equal(states[0][key], states[1][key]) for key in running)
 
 
 def test_every_method_belongs_to_one_of_the_two() -> None:
@@ -199,17 +192,41 @@ def test_every_method_belongs_to_one_of_the_two() -> None:
 
 
 @pytest.mark.parametrize("name", SYNCED)
-def test_models_with_synchronized_norms(name: str, found: Any) -> None:
+def test_models_with_synchronized_norms(name: str, trained: Trained) -> None:
     """They are converted in the processes, where an `nn.SyncBatchNorm` does not run on a CPU in training mode."""
     model = alone(name, converted(name))
-    for states in found:
-        assert_state(states[f"{name}, synced"], model)
+    for state in trained(name, True):
+        assert_state(state, model)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outside_of_a_group_synchronized_norms_are_batch_norms(name: str) -> None:
-    synced, plain = converted(name, with_sync), converted(name)
+    synced, plain = converted(name, synced=True), converted(name)
     assert str(synced).replace("SyncBatchNorm", "BatchNorm2d") == str(plain)
     assert_state(synced.state_dict(), plain)
     if name == "equinorm":
         assert all(m.process_group is None for m in synced.modules() if isinstance(m, EquiNormConv2d))
+
+
+# -- the processes themselves ------------------------------------------------------------------------------------
+
+
+def failing(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise ZeroDivisionError("on purpose")
+    return rank
+
+
+def waiting() -> None:
+    if dist.get_rank() == 1:
+        dist.barrier()
+
+
+def test_what_goes_wrong_in_a_process_is_said(ranks: Callable[[int], Ranks]) -> None:
+    """And the next function finds processes that are in order."""
+    pool = ranks(RANKS)
+    with pytest.raises(RankError, match=r"rank 1 failed:(.|\n)*in failing(.|\n)*ZeroDivisionError: on purpose"):
+        pool.run(failing, 1)
+    with pytest.raises(RankError, match=r"rank 1 has not ended, and was at\n(.|\n)*in waiting"):
+        pool.run(waiting, seconds=1.0)
+    assert pool.run(dist.get_rank) == [0, 1]
