@@ -18,9 +18,17 @@ from equinorm.unitfilters import UnitFilter, parameter_groups, unit_filters_
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(6, 4, 2),
-        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10), nn.ReLU(), nn.Linear(10, 5),
-    ).to(dtype)  # fmt: skip
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3, groups=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 4, 2),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+        nn.ReLU(),
+        nn.Linear(10, 5),
+    ).to(dtype)
 
 
 def images(dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -21,9 +21,15 @@ from equinorm.unitfilters.reference import projected_by_loop
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Flatten(), nn.Linear(128, 16), nn.SiLU(),
+        nn.Conv2d(1, 8, 3),
+        nn.SiLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.Linear(128, 16),
+        nn.SiLU(),
         nn.Linear(16, 10),
-    )  # fmt: skip
+    )
 
 
 def unit_net(**options: Any) -> nn.Sequential:
