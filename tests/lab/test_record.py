@@ -344,6 +344,17 @@ def test_a_failing_run_is_recorded_and_the_rest_goes_on(images, tmp_path):
     assert Log(tmp_path, retry=True).get(row["key"]) is None
 
 
+def test_what_cannot_be_captured_is_run_eagerly(images, tmp_path, monkeypatch):
+    def fail(self):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Training, "capture", fail)
+    run = runner(images, tmp_path)
+    (row,) = run.alone("ladder", "short", Config(epochs=2), [0])
+    assert not row["captured"]
+    assert run.alone("ladder", "compiled", Config(epochs=2, mode="compiled"), [0]) == []
+
+
 def test_nothing_starts_that_has_no_time(images, tmp_path):
     run = runner(images, tmp_path, minutes=0)
     with pytest.raises(OutOfTimeError, match="ladder: short"):

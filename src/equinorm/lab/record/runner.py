@@ -81,7 +81,13 @@ class Runner:
             if (on, dtype) not in self._pixels:
                 self._pixels[on, dtype] = Pixels(images.train, images.train_labels, dtype)
             training = Training(config, images, self._pixels[on, dtype])
-            training.capture()
+            try:
+                training.capture()
+            except Exception as error:
+                if config.mode == "compiled":
+                    raise
+                self.say(f"{config.norm}, batch {config.batch}: steps cannot be captured, so they are eager: {error!r}")
+                training = Training(config.but(mode="eager"), images, self._pixels[on, dtype])
             self._captured[key] = training
         return self._captured[key]
 
