@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .enorm.optimizer_state import register_state_rule
     from .enorm.pathsgd import PathSGD
     from .enorm.sgd import ENormSGD
+    from .models.noise import InputNoise, add_input_noise_
     from .models.reports import ConvertReport
     from .models.running_statistics import update_statistics_
     from .msr.apply import mean_shift_rejection_
     from .msr.functional import zero_mean_init_
-    from .msr.noise import InputNoise, add_input_noise_
     from .msr.rejection import MeanShiftRejection
     from .registry import methods, register_method
     from .symmetry import Symmetry, TraceError, trace
@@ -39,13 +39,13 @@ _HOME = {
     "ENorm": "enorm.enorm",
     "ENormSGD": "enorm.sgd",
     "ImplicitENorm": "enorm.implicit",
-    "InputNoise": "msr.noise",
+    "InputNoise": "models.noise",
     "MeanShiftRejection": "msr.rejection",
     "PathSGD": "enorm.pathsgd",
     "Symmetry": "symmetry",
     "TraceError": "symmetry",
     "UnitFilters": "unitfilters.unitfilters",
-    "add_input_noise_": "msr.noise",
+    "add_input_noise_": "models.noise",
     "balance_": "balance",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",

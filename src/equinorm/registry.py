@@ -33,6 +33,7 @@ ROOMS = (
     "norms",
     "combinations",
     "skipinit",
+    "unitfilters",
 )
 
 

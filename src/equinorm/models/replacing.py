@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .graph import Call, Step
+from .kinds import method_hooks
+from .noise import add_input_noise_
 from .parametrized import originals
 from .plan import Norm, Plan
 from .surgery import copy_affine_, describe, gain_and_offset, is_parametrized, outputs_of, with_tail
@@ -26,6 +28,7 @@ __all__ = [
     "norm_behind",
     "only_relus",
     "parametrize_layers",
+    "put_noise",
     "replace_norms",
 ]
 
@@ -211,6 +214,31 @@ def why_not_instead(plan: Plan, norm: Norm, normed: set[str]) -> str:
     if norm.layer.path not in normed:
         return f"{norm.layer.path}, which feeds it, is kept"
     return plan.why_no_bias(norm.layer)
+
+
+# -- noise -----------------------------------------------------------------------------------------------------
+
+
+def put_noise(plan: Plan, amplitude: float, per: str = "element") -> None:
+    """Note that noise goes to the inputs of residual units (ruff2020, section 4.4).
+
+    A unit is the module in whose code a residual sum stands, if what it adds to is all that the module reads:
+    its input, then, is where skip and branch begin.
+    """
+    units: dict[str, nn.Module] = {}
+    for residual in plan.graph.residual_sums:
+        unit = residual.sum.calls[-1]
+        if refused := plan.refused(unit.path, unit.module, replace=False):
+            plan.keep(unit.path, refused)
+        elif method_hooks(unit.module):
+            plan.keep(unit.path, "its input is noisy already", already=True)
+        elif unit.path and unit.inputs == [residual.start]:
+            units[unit.path] = unit.module
+        else:
+            plan.keep(unit.path, "no noise: its residual sum is not in a module whose only input is what it adds to")
+    for path, module in units.items():
+        plan.change(path, f"{describe(module)} with InputNoise")
+    plan.later(lambda: add_input_noise_(units.values(), amplitude, per))
 
 
 # -- what layers are to a net ----------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ in Triton.
 
 from __future__ import annotations
 
+from ..models.noise import InputNoise, add_input_noise_
 from .apply import DEFAULT_LOG_GAIN, mean_shift_rejection_, parameter_groups, scaled_kernels
 from .functional import centre_gradients_, luma_gradient, zero_mean_init_
-from .noise import InputNoise, add_input_noise_
 from .parametrization import ScaledKernel
 from .rejection import MeanShiftRejection
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ..models.kinds import OTHER_NORMS, method_hooks
+from ..models.kinds import OTHER_NORMS
+from ..models.noise import InputNoise
 from ..models.plan import Norm, Plan
-from ..models.replacing import Parametrization, Roles, parametrize_layers
-from ..models.surgery import describe, gain_and_offset, shift_outputs_
+from ..models.replacing import Parametrization, Roles, parametrize_layers, put_noise
+from ..models.surgery import gain_and_offset, shift_outputs_
 from ..registry import Method
 from .apply import DEFAULT_LOG_GAIN, is_spatial, mean_shift_rejection_, why_not_scale
-from .noise import InputNoise, add_input_noise_
 from .parametrization import ScaledKernel
 
 __all__ = ["METHODS"]
@@ -54,7 +54,7 @@ def _plan(
         else:
             plan.hand_over(norm, offset=bias)
     if noise:
-        _put_noise(plan, noise)
+        put_noise(plan, noise)
     # Where the first convolution is the only one, its norm is all there is to take. (Transformers have such a first
     # one too, and nothing to convert.)
     transformer = any(isinstance(module, OTHER_NORMS) for module in plan.graph.modules.values())
@@ -68,28 +68,6 @@ def _drop_for_scaled_kernel(plan: Plan, norm: Norm, bias: bool) -> None:
     if bias and offset is not None and not plan.why_no_bias(norm.layer):
         plan.later(partial(shift_outputs_, layer, offset))
     plan.remove(norm, f"{norm.layer.path} has a gain of its own{' and its offset' if bias else ''}")
-
-
-def _put_noise(plan: Plan, amplitude: float) -> None:
-    """Noise at the inputs of residual units (ruff2020, section 4.4).
-
-    A unit is the module in whose code a residual sum stands, if what it adds to is all that the module reads:
-    its input, then, is where skip and branch begin.
-    """
-    units: dict[str, nn.Module] = {}
-    for residual in plan.graph.residual_sums:
-        unit = residual.sum.calls[-1]
-        if refused := plan.refused(unit.path, unit.module, replace=False):
-            plan.keep(unit.path, refused)
-        elif method_hooks(unit.module):
-            plan.keep(unit.path, "its input is noisy already", already=True)
-        elif unit.path and unit.inputs == [residual.start]:
-            units[unit.path] = unit.module
-        else:
-            plan.keep(unit.path, "no noise: its residual sum is not in a module whose only input is what it adds to")
-    for path, module in units.items():
-        plan.change(path, f"{describe(module)} with InputNoise")
-    plan.later(lambda: add_input_noise_(units.values(), amplitude))
 
 
 def _put(model: nn.Module, roles: Roles, *, log_gain: float | None, bias: bool, noise: float, **options: Any) -> None:

@@ -5,19 +5,18 @@ Four parts, which go together but do not need each other:
 - filters on the sphere: `unit_filters_` writes w = gain · v, `UnitFilters` holds v at length 1 after every step;
 - a start from data: `data_init_` sets gains and biases so that each layer puts out deviation 1 and mean 0;
 - a step whose size is an angle: `Muon`, orthogonalized momentum for linear layers and convolutions;
-- noise per channel and example between layers, which is a layer of its own and is not in this room.
+- noise per channel and example: `equinorm.InputNoise`, which mean shift rejection has too.
 
 >>> print(unit_filters_(model))
 >>> print(data_init_(model, images[:5000]))
 >>> handle = UnitFilters(model, [muon, sgd]).attach()
 
-For `convert(model, "unit_filters", x)` a Method is made of these as follows. *plan*: every norm is removed, every layer
-that one stood behind gets a bias, and `unit_filters_` on all layers but the last. *init*: `data_init_` on the example
-inputs, which needs several examples; gains and offsets of the norms that were removed are not carried over, since the
-start from data takes their place. *plain*: the parametrization is baked into plain weights, the same function.
+`convert(model, "unit_filters", x, init_batch=images, noise=0.3)` does all but the steps on a model with norms: these
+go, and what they had learned with them, since the start from data takes their place. `fold` makes plain layers.
 
 Which file: `functional` has the mathematics, `reference` its slow twins, `parametrization` the layers, `init` the
-start, `unitfilters` the class that goes with the optimizer, `muon` the optimizer; docs/unit-filters.md is for users.
+start, `unitfilters` the class that goes with the optimizer, `muon` the optimizer, `method` what `convert` does;
+docs/unit-filters.md is for users.
 """
 
 from .functional import orthogonalize, project_

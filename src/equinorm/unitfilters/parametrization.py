@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..models.layers import LAYERS, TRANSPOSED, LayerReport, tied_weights
+from ..models.layers import LAYERS, TRANSPOSED, LayerReport, filter_dim, select, tied_weights
 from ..models.parametrized import originals, parametrized_layers, why_not_parametrize
-from ..models.patterns import Keep
 from ..models.unwrapping import unwrap
 from .functional import Filters, Over, mean_over, project_all_
 
@@ -77,6 +76,7 @@ def unit_filters_(
     zero_mean: bool | Over = False,
     learned: bool = False,
     classifier: bool = False,
+    layers: Iterable[str] | None = None,
 ) -> LayerReport:
     """Make every filter of linear and convolutional layers a unit vector times a gain, except in the last layer.
 
@@ -88,46 +88,38 @@ def unit_filters_(
         keep: names and patterns of modules or parameters that are left as they are.
         learned: gains are parameters, not buffers.
         classifier: the last layer that the model registers is treated as all others.
+        layers: the names of all layers that are meant, the last one too if it is among them.
 
     Returns which layers were changed, and which not and why.
 
     >>> print(unit_filters_(model, keep=["stem"]))
     """
     model, over = unwrap(model), mean_over(zero_mean)
-    kept, tied = Keep(model, keep), tied_weights(model)
-    every: dict[str, nn.Module] = {name: each for name, each in model.named_modules() if isinstance(each, LAYERS)}
-    last = next(reversed(every), None)
-    layers: dict[str, nn.Module] = {}
+    tied = tied_weights(model)
+    every = list(select(model, LAYERS, keep, layers))
+    changed: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
-    for name, layer in every.items():
-        if name in kept or f"{name}.weight".lstrip(".") in kept:
-            why: str | None = "`keep` names it"
-        elif name == last and not classifier:
-            why = "the last layer"
-        else:
-            why = why_not_parametrize(layer, tied) or _why_not(layer, over)
-        if why is None:
-            layers[name] = layer
-        else:
+    for number, (name, layer, why) in enumerate(every):
+        if number == len(every) - 1 and layers is None and not classifier:
+            why = why or "the last layer"
+        if why := why or why_not_parametrize(layer, tied) or why_no_directions(layer, over):
             skipped[name] = why
-    for layer in layers.values():
+        else:
+            changed[name] = layer
+    for layer in changed.values():
         weight = layer.weight
         assert isinstance(weight, Tensor)
-        gains = UnitFilter(weight, dim=_dim(layer), zero_mean=over or False, learned=learned)
+        gains = UnitFilter(weight, dim=filter_dim(layer), zero_mean=over or False, learned=learned)
         parametrize.register_parametrization(layer, "weight", gains)
-    return LayerReport(tuple(layers), skipped)
+    return LayerReport(tuple(changed), skipped)
 
 
-def _dim(layer: nn.Module) -> int:
-    return 1 if isinstance(layer, TRANSPOSED) else 0
-
-
-def _why_not(layer: Any, over: Over | None) -> str | None:
+def why_no_directions(layer: Any, over: Over | None) -> str | None:
     """Why the filters of a layer have no directions that could be kept, None if they have."""
     if isinstance(layer, TRANSPOSED) and layer.groups > 1:
         return "a grouped transposed convolution: its filters are not slices of its weight"
     weight = layer.weight.detach()
-    filters = Filters(weight.clone(), _dim(layer), over)
+    filters = Filters(weight.clone(), filter_dim(layer), over)
     if filters.mean_axes and weight[0].numel() == 1:
         return "filters of one weight: nothing is left of them without their mean"
     if weight.is_meta:

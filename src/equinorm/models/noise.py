@@ -1,4 +1,4 @@
-"""Noise at the inputs of residual units (ruff2020, section 4.4)."""
+"""Noise that multiplies the inputs of units (ruff2020, section 4.4); mean shift rejection and unit filters have it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import counted
 from ..launch import dense, kernels
-from ..models.handle import Handle
-from ..models.kinds import MethodHook
+from .handle import Handle
+from .kinds import MethodHook
 
 __all__ = ["InputNoise", "NoisyInput", "add_input_noise_"]
 
@@ -47,7 +47,7 @@ class InputNoise(nn.Module):
         return f"a={self.a}" + (f", per={self.per!r}" if self.per != "element" else "")
 
 
-def add_input_noise_(units: Iterable[nn.Module], a: float = 0.1) -> Handle:
+def add_input_noise_(units: Iterable[nn.Module], a: float = 0.1, per: str = "element") -> Handle:
     """Put `InputNoise` before each of `units`, as ruff2020 (section 4.4) does before every residual unit.
 
     The first argument of a unit (given by keyword: the first parameter of its `forward`) is multiplied while that
@@ -56,7 +56,7 @@ def add_input_noise_(units: Iterable[nn.Module], a: float = 0.1) -> Handle:
 
     >>> noise = add_input_noise_(module for module in model.modules() if isinstance(module, BasicBlock))
     """
-    noise = NoisyInput(InputNoise(a))
+    noise = NoisyInput(InputNoise(a, per))
     hooks = [unit.register_forward_pre_hook(noise, with_kwargs=True) for unit in units]
     return Handle(f"{noise.noise} before {counted(len(hooks), 'module')}", hooks)
 
