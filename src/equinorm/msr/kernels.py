@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # (kernels take pointers and numbers that Python has no types for)
-"""Mean shift rejection in Triton; the plain twin is `rejection`, whose letters are used here.
+"""Mean shift rejection in Triton; the plain twins are in the files beside it, whose letters are used here.
 
 - `scaled_kernel`: W = e^g · V in one kernel, written in the precision in which it is used, and one for dV and dg.
 - `noisy`: an input times noise, which takes up no memory.
