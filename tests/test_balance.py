@@ -371,7 +371,7 @@ def test_a_report_is_a_table_in_a_notebook() -> None:
         model[0].weight[1] = 0
     report = equinorm.balance_(model, x)
     table = report._repr_html_()
-    assert table.count("<tr>") == table.count("</tr>") == 6
+    assert table.count("<tr>") == table.count("</tr>") == 7
     assert f"<th>norm after</th><td>{report.norm_after:.6g}</td>" in table
     assert "<td>1 (in 0.weight, 2.weight)</td>" in table
 

@@ -23,6 +23,7 @@ from .criteria.norm import Objective, layouts
 from .solver import Solution, hold_unbalanced, minimise
 from .symmetry import ScaledParameter, Symmetry, trace
 from .symmetry.symmetry import out_of_range
+from .symmetry.verify import outputs_of, relative_change
 
 __all__ = ["BalanceReport", "Counts", "balance_", "beyond_range", "counting", "symmetry_of"]
 
@@ -44,6 +45,7 @@ class BalanceReport:
     held: int  # of these, left where they were: dead units, non-finite weights, what would leave a dtype's range
     held_in: tuple[str, ...]  # parameters that hold them
     trace_seconds: float
+    output_change: float | None = None  # by how much outputs moved, relatively; None where that was not measured
 
     def __str__(self) -> str:
         if not self.num_scales:
@@ -54,7 +56,11 @@ class BalanceReport:
         return (
             f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}, {verdict} (imbalance {self.imbalance:.1e}) over "
             f"{self.num_scales - self.held:,} scales{held}; {self.iterations} iterations, {self.seconds:.2f} s"
+            f"{self._outputs()}"
         )
+
+    def _outputs(self) -> str:
+        return "" if self.output_change is None else f"; outputs moved by {self.output_change:.1e}"
 
     def _repr_html_(self) -> str:
         """The same as a small table, for notebooks."""
@@ -65,6 +71,7 @@ class BalanceReport:
             "scales": f"{self.num_scales:,}",
             "held": f"{self.held:,}" + (f" (in {', '.join(self.held_in)})" if self.held else ""),
             "iterations": f"{self.iterations}, {self.seconds:.2f} s",
+            "change of the outputs": self._outputs().removeprefix("; outputs moved by ") or "not measured",
         }
         cells = (f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
         return f"<table>{''.join(cells)}</table>" if self.num_scales else f"<p>{escape(str(self))}</p>"
@@ -81,6 +88,7 @@ def balance_(
     time_limit: float | None = None,
     keep: Iterable[str] = (),
     symmetry: Symmetry | None = None,
+    verify: bool | None = None,
 ) -> BalanceReport:
     """Rescale a model in place to the least Lp norm among all networks that compute the same function.
 
@@ -99,12 +107,15 @@ def balance_(
         time_limit: seconds after which the best point so far is taken, and reported as not converged.
         keep: names or patterns of parameters that must not move, or of modules, which stand for all that is in them.
         symmetry: from `equinorm.trace`, to save tracing again.
+        verify: as in `equinorm.trace`; where it was done, the report also says by how much the outputs moved.
     """
     for name, number in (("p", p), ("c", c), ("tol", tol)):
         if not 0 < number < float("inf"):
             raise ValueError(f"{name} must be a positive number, got {number!r}")
     start = time.monotonic()
-    symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep)
+    symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, verify=verify)
+    looks = example_inputs is not None and (verify or symmetry.verification.done)
+    outputs = outputs_of(symmetry.model, example_inputs) if looks else None
     traced = time.monotonic()
     if not symmetry.num_scales:
         warnings.warn(f"nothing to rescale in {_first_reason(symmetry)}", stacklevel=2)
@@ -119,17 +130,20 @@ def balance_(
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
     still = ~objective.free
+    seconds = time.monotonic() - traced
+    after = None if outputs is None else outputs_of(symmetry.model, example_inputs)
     return BalanceReport(
         norm_before=before,
         norm_after=_norm(symmetry, counted, p),
         imbalance=solution.imbalance,
         iterations=solution.iterations,
-        seconds=time.monotonic() - traced,
+        seconds=seconds,
         converged=solution.converged,
         num_scales=symmetry.num_scales,
         held=int(still.sum()),
         held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
         trace_seconds=traced - start,
+        output_change=None if outputs is None or after is None else relative_change(after, outputs),
     )
 
 
@@ -139,8 +153,10 @@ def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None
     >>> symmetry = symmetry_of(model, example_inputs, None, keep="head")
     """
     if symmetry is not None:
-        if options.pop("keep", ()) or any(value != "preserve" for value in options.values()):
-            raise TypeError("keep and batchnorm are choices of equinorm.trace: pass them there, not with symmetry=")
+        if options.pop("keep", ()) or any(value not in ("preserve", None) for value in options.values()):
+            raise TypeError(
+                "keep, batchnorm and verify are choices of equinorm.trace: pass them there, not with symmetry="
+            )
         return symmetry.bind(model)
     if example_inputs is None:
         raise TypeError("pass example_inputs, or symmetry=equinorm.trace(model, example_inputs)")

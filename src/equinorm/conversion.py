@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from .models.surgery import (
     take_input_affine_,
     with_tail,
 )
+from .models.undo import model_kept
 from .models.unwrapping import unwrap
 from .registry import Method, find_method, methods
 
@@ -88,31 +90,42 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     chosen = find_method(method)
-    method = chosen.name
     if unwrap(model) is not model:
         raise TypeError(f"convert the model first and wrap it then: got a {type(model).__name__}")
     if init_batch is not None and chosen.init is None:
         expected = ", ".join(repr(other.name) for other in methods() if other.init is not None)
-        raise ValueError(f"init_batch is for methods with a data-dependent initialization ({expected}), not {method!r}")
+        raise ValueError(
+            f"init_batch is for methods with a data-dependent initialization ({expected}), not {chosen.name!r}"
+        )
     options = _checked_options(chosen, options)
     keep = Keep(model, keep).patterns
     if not inplace:
         model = deep_copy(model)
-    elif init_batch is not None:
-        # Whether the data fits is only known once the model is converted: try it on a copy.
-        asked = {"keep": keep, "final_batchnorm": final_batchnorm, "remove_rest": remove_rest, "init_batch": init_batch}
-        convert(model, method, example_inputs, **asked, **options)
+    with model_kept(model) if inplace else nullcontext():
+        return _convert(model, chosen, example_inputs, keep, final_batchnorm, remove_rest, init_batch, options)
+
+
+def _convert(
+    model: nn.Module,
+    method: Method,
+    example_inputs: Any,
+    keep: Iterable[str],
+    final_batchnorm: bool,
+    remove_rest: bool,
+    init_batch: Any,
+    options: Mapping[str, Any],
+) -> tuple[nn.Module, ConvertReport]:
     graph = ModuleGraph(model, example_inputs)
     plan = Plan(model, graph, keep=keep, final_batchnorm=final_batchnorm, remove_rest=remove_rest)
-    chosen.plan(plan, **options)
+    method.plan(plan, **options)
     if final_batchnorm:
         _put_final_batchnorm(plan)
-    report = ConvertReport(type(model).__name__, method, plan.ordered(plan.converted), plan.ordered(plan.kept))
+    report = ConvertReport(type(model).__name__, method.name, plan.ordered(plan.converted), plan.ordered(plan.kept))
     if not plan.converted and not plan.already:
         raise ValueError(_nothing(report))
     plan.run()
-    if chosen.init is not None and init_batch is not None and plan.converted:
-        chosen.init(model, init_batch)
+    if method.init is not None and init_batch is not None and plan.converted:
+        method.init(model, init_batch)
     plan.attach_norms()
     return model, report
 
@@ -188,7 +201,7 @@ def fold(
     if not inplace:
         model = deep_copy(model)
     name = type(model).__name__
-    with modes_kept(model) as modes:
+    with model_kept(model) if inplace else nullcontext(), modes_kept(model) as modes:
         model.eval()  # what is folded is what evaluation computes
         norms, kept = _foldable_norms(model, example_inputs, kept_as_asked)
         rows: list[ModuleRow] = []

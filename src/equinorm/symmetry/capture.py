@@ -171,7 +171,7 @@ def _overlaps(tensors: list[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave random state and settings as they are, and keep caches out of the outputs (they would freeze keys)."""
     config = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
@@ -194,7 +194,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _forgotten(model: nn.Module) -> Iterator[None]:
+def forgotten(model: nn.Module) -> Iterator[None]:
     """Take back what modules put into dicts, lists and sets of theirs: it was computed from tensors without values.
 
     Newer versions of torch do; torch 2.6 leaves such tensors in the caches of a LeViT, or cannot go on.
@@ -260,7 +260,7 @@ def export(
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be traced: give the torch.nn.Module that it was made of")
-    with _undisturbed(model), _forgotten(model), _recorded_calls(model) as call_sites:
+    with undisturbed(model), forgotten(model), _recorded_calls(model) as call_sites:
         try:
             return torch.export.export(model, args, kwargs, strict=False), call_sites
         except Exception as error:

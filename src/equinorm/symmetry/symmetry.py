@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
-from .explain import Explainer, Explanation
+from .explain import Explainer, Explanation, where
 from .interpreter import Interpreter
 from .scales import FROZEN
+from .verify import LARGEST, ROUNDS, Verification, Verifier, culprits, log_factors, relative_change, tolerance
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,7 @@ class Symmetry:
         self.model = model
         self.parameters, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
+        self.verification = Verification(done=False, why_not="it was not asked for")
         self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
@@ -89,6 +92,8 @@ class Symmetry:
         `summary=True` leaves out the rows, which large models have thousands of.
         """
         explanation = self._explainer()
+        if self.verification.frozen:
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{self.verification}")
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
@@ -115,7 +120,7 @@ class Symmetry:
 
     @torch.no_grad()
     def rescale_(self, log_scales: Tensor) -> None:
-        """Multiply every scale variable by exp(log_scales), in place. The function does not change.
+        """Multiply every scale variable by exp(log_scales), in place: all, or nothing if anything is raised.
 
         Args:
             log_scales: `num_scales` real numbers, any element of the symmetry group.
@@ -123,9 +128,11 @@ class Symmetry:
         factors = self.factors(log_scales)
         for name, factor in factors.items():
             check_range(name, self.tensor(name), factor)
-        for name, factor in factors.items():
-            tensor = self.tensor(name)
-            tensor.mul_(factor.to(tensor))
+        tensors = [self.tensor(name) for name in factors]
+        moved = [factor.to(tensor) for factor, tensor in zip(factors.values(), tensors, strict=True)]
+        with tensors_kept(tensors):
+            for tensor, factor in zip(tensors, moved, strict=True):
+                tensor.mul_(factor)
 
     def factors(self, log_scales: Tensor) -> dict[str, Tensor]:
         """The positive factor on each parameter, broadcastable to its shape, in float64."""
@@ -159,15 +166,25 @@ def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     return bad & torch.isfinite(largest)
 
 
-def trace(model: nn.Module, example_inputs: Any, *, keep: Iterable[str] = (), batchnorm: str = "preserve") -> Symmetry:
+def trace(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    keep: Iterable[str] = (),
+    batchnorm: str = "preserve",
+    verify: bool | None = None,
+) -> Symmetry:
     """Find every positive rescaling of a model's parameters that leaves its function unchanged.
 
     Args:
         model: any module `torch.export` can capture. It is not changed, nor are its mode, buffers or random state.
-        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Only shapes matter.
+        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Shapes matter; values
+            only to `verify`.
         keep: names or patterns (`"*.bias"`) of parameters that must not move, or of modules with all that is in them.
         batchnorm: "preserve" keeps the function; "ignore" treats BatchNorm as absent (stock2019's ENorm + BN), so that
             the rescalings found change the function of a net with BatchNorm.
+        verify: whether to run the model once as it is and once with all scales moved, on copies, and to freeze what
+            changes the outputs. By default where that costs less than the trace; `symmetry.verification` says.
     """
     if batchnorm not in ("preserve", "ignore"):
         raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
@@ -175,7 +192,54 @@ def trace(model: nn.Module, example_inputs: Any, *, keep: Iterable[str] = (), ba
     interpreter = Interpreter(captured, batchnorm)
     with torch.no_grad():
         interpreter.run()
-    return Symmetry(unwrap(model), captured, interpreter)
+    symmetry = Symmetry(unwrap(model), captured, interpreter)
+    if batchnorm == "preserve" and verify is not False:
+        return _verified(symmetry, captured, interpreter, example_inputs, asked=verify is True)
+    return symmetry
+
+
+def _verified(
+    symmetry: Symmetry, captured: Captured, interpreter: Interpreter, example_inputs: Any, asked: bool
+) -> Symmetry:
+    """The symmetry without the scales whose move changes what the model puts out."""
+    model = symmetry.model
+    if not asked and sum(p.numel() for p in model.parameters()) > LARGEST:
+        symmetry.verification = Verification(done=False, why_not="the model is large: ask for it with verify=True")
+        return symmetry
+    try:
+        verifier = Verifier(model, example_inputs)
+        before = verifier.run()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        symmetry.verification = Verification(done=False, why_not=f"the model cannot be run: {reason}")
+        return symmetry
+    small = any(p.dtype == torch.float16 for p in model.parameters())
+    frozen: list[str] = []
+    while True:
+        log_scales = log_factors(symmetry.num_scales, small)
+        integral = all(
+            bool((term.exponent == term.exponent.round()).all())
+            for w in symmetry.moving for term in (w.out, w.into) if term is not None
+        )  # fmt: skip
+        limit = tolerance(before, exact=integral)
+
+        def change(groups: list[int], s: Symmetry = symmetry, log_scales: Tensor = log_scales) -> float:
+            moved = torch.where(torch.isin(s.birth, torch.tensor(groups)), log_scales, 0.0)
+            return relative_change(verifier.run(s.factors(moved)), before)
+
+        groups = symmetry.birth.unique().tolist()
+        total = change(groups) if groups else 0.0
+        if total <= limit:
+            symmetry.verification = Verification(True, total, tuple(frozen))
+            return symmetry
+        guilty = groups
+        if len(frozen) < ROUNDS:
+            guilty = culprits(groups, lambda some, limit=limit, change=change: change(some) > limit)  # type: ignore[misc]
+        frozen += [where(interpreter, interpreter.nodes[group]) for group in guilty]
+        roots = acting_roots(interpreter)[torch.isin(symmetry.birth, torch.tensor(guilty))]
+        for group in guilty:
+            interpreter.scales.freeze(roots[interpreter.scales.birth(roots) == group], group)
+        symmetry = Symmetry(model, captured, interpreter)
 
 
 def _parameter(model: nn.Module, name: str) -> Tensor:
@@ -190,7 +254,7 @@ def _parameter(model: nn.Module, name: str) -> Tensor:
 
 def _compile(t: Interpreter) -> tuple[list[ScaledParameter], Tensor]:
     """Number the free scales that act on some parameter, in forward order, and express every form by them."""
-    acting = _acting_roots(t)
+    acting = acting_roots(t)
     number = torch.full((t.scales.size,), len(acting))
     number[acting] = torch.arange(len(acting))
     depth = _depths(t)
@@ -216,7 +280,7 @@ def _compile(t: Interpreter) -> tuple[list[ScaledParameter], Tensor]:
     return found, t.scales.birth(acting)
 
 
-def _acting_roots(t: Interpreter) -> Tensor:
+def acting_roots(t: Interpreter) -> Tensor:
     """Roots of free scales that change at least one parameter; sorted, which is the order of the graph."""
     acting: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
     for form in t.forms.values():
