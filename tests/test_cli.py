@@ -186,7 +186,7 @@ def test_integer_and_named_inputs(capsys: pytest.CaptureFixture[str]) -> None:
         (["usernets:Net", "--input", "2,x"], "cannot read --input '2,x'"),
         (["usernets:Net", "--input", "2,3:int63"], "cannot read --input"),
         (["usernets:Named", "--input", "left=2,3", "--input", "2,3"], "give a name to every --input"),
-        (["usernets:Net", *IMAGE, "--keep", "head.*"], "keep='head.*' matches no parameter"),
+        (["usernets:Net", *IMAGE, "--keep", "head.*"], "keep='head.*' matches no module and no parameter"),
         (["usernets:Net", *IMAGE, "--model-args", "width"], "write key=value"),
         (["usernets:Net", *IMAGE, "--model-args", "depth=2"], "unexpected keyword argument 'depth'"),
         (["usernets:factory", *IMAGE], "missing a required argument: 'width'"),

@@ -221,7 +221,7 @@ class Double(nn.Module):
 
 
 def test_every_method_of_the_library_is_a_norm() -> None:
-    assert {method.name for method in equinorm.methods() if method.source} <= set(norm_names())
+    assert {method.name for method in equinorm.methods() if method.kind != "nothing"} <= set(norm_names())
 
 
 @pytest.mark.parametrize("shape", [DIGITS, CIFAR], ids=["8", "32"])
@@ -350,7 +350,7 @@ def test_initialisation_from_data(norm: str) -> None:
 
 def test_which_models_are_initialised_from_data() -> None:
     wanting = {norm for norm in NORMS if tiny("vgg", norm=norm).needs_data_init}
-    assert wanting == {"weightnorm", "centred_weightnorm", "weightnorm_mean_only"}
+    assert wanting == {"weightnorm", "centred_weightnorm", "weightnorm_mean_only", "unit_filters"}
     model = tiny("fc", norm="batchnorm")
     assert initialise_from_data(model, batch()) is None
     assert tiny("fc", norm="weightnorm", data_init=False).needs_data_init is False

@@ -14,13 +14,13 @@ from test_meanshift import Residual, kernel, log_gain
 from torch import nn
 from torch.nn.utils import parametrize
 
+from equinorm.models import noise
 from equinorm.msr import (
     InputNoise,
     MeanShiftRejection,
     centre_gradients_,
     luma_gradient,
     mean_shift_rejection_,
-    noise,
     parameter_groups,
     parametrization,
     rejection,

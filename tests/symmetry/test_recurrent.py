@@ -206,6 +206,7 @@ def test_enorm_in_training_keeps_the_function(kind: str, device: str) -> None:
     for _ in range(3):
         optimizer.zero_grad()
         model(x).square().mean().backward()
+        enorm.before_step()
         optimizer.step()
         before, weight = model(x).detach(), model.stem.weight.detach().clone()
         enorm.step()

@@ -106,7 +106,7 @@ def test_what_is_skipped_and_why() -> None:
 def test_folded_it_is_plain_and_computes_the_same(learned: bool, zero_mean: bool) -> None:
     model, x = net(), images()
     unit_filters_(model, learned=learned, zero_mean=zero_mean)
-    plain = equinorm.fold(model)
+    plain, _ = equinorm.fold(model)
     assert torch.equal(plain(x), model(x))
     assert "UnitFilter" not in repr(plain)
     assert set(plain.state_dict()) == set(net().state_dict())

@@ -46,11 +46,16 @@ def _groupnorm(place: Place, groups: int, eps: float) -> nn.Module | str:
 
 
 def _groups_for(place: Place, groups: int) -> int:
-    """The largest number of groups, `groups` at most, that divides the channels and leaves each two values."""
+    """The largest number of groups, `groups` at most, that divides the channels and leaves each two values.
+
+    Where the positions are not known, a single channel is taken to have several.
+    """
     if groups < 1:
         raise ValueError(f"groups must be at least 1, got {groups}")
     fitting = [n for n in range(1, min(groups, place.channels) + 1) if place.channels % n == 0]
-    return max((n for n in fitting if place.channels // n * max(place.positions, 1) > 1), default=0)
+    return max(
+        (n for n in fitting if place.channels // n * max(place.positions, 1) > 1), default=int(place.positions == 0)
+    )
 
 
 def _instancenorm(place: Place, eps: float) -> nn.Module | str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..models.noise import InputNoise
 from ..models.plan import Plan
-from ..models.replacing import Parametrization, parametrize_layers, put_noise, why_not_instead
+from ..models.replacing import Parametrization, Roles, parametrize_layers, put_noise, why_not_instead
 from ..models.surgery import bias_of, gain_and_offset, outputs_of, shift_outputs_
 from ..registry import Method
 from .functional import Over, mean_over
@@ -35,13 +36,20 @@ def _plan(plan: Plan, zero_mean: bool | Over, learned: bool, classifier: bool, n
             plan.leave(norm, why)
             continue
         assert norm.layer is not None
-        layer, weight = norm.layer.module, norm.layer.module.weight
-        if gain_and_offset(norm.module)[1] is not None and bias_of(layer) is None:
-            zeros = torch.zeros(outputs_of(layer), device=weight.device, requires_grad=True)  # type: ignore[arg-type]
+        layer = norm.layer.module
+        offset = gain_and_offset(norm.module)[1]
+        if offset is not None and bias_of(layer) is None:
+            zeros = torch.zeros(outputs_of(layer), device=offset.device, requires_grad=offset.requires_grad)
             plan.later(partial(shift_outputs_, layer, zeros))
         plan.remove(norm, f"{norm.layer.path} has a gain and a bias, which a start from data sets")
     if noise:
         put_noise(plan, noise, per="channel")
+
+
+def _put(model: nn.Module, roles: Roles, noise: float, **options: Any) -> None:
+    if noise:
+        raise ValueError("where noise stands is not known of a net that is built: use add_input_noise_ on its units")
+    unit_filters_(model, **options)
 
 
 METHODS = (
@@ -54,6 +62,8 @@ METHODS = (
         _plan,
         options={"zero_mean": False, "learned": False, "classifier": False, "noise": 0.0},
         init=data_init_,
+        put=_put,
+        starts_from_data=True,
         modules={InputNoise: lambda _: nn.Identity()},
     ),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,6 +33,8 @@ class Chain(nn.Module):
 
     needs_data_init = False
     """Whether `initialise_from_data` is to be called before the optimizer is made."""
+    init: Callable[[nn.Module, Tensor], Any]
+    """The start from data of the method on weights."""
 
     def __init__(self, stages: Sequence[nn.Module], head: nn.Module) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...equilibrium.layers import EquiNormLayer
 from ...models.parametrized import bake_weights_, parametrized_layers
-from ...weightnorm import InitReport, WeightNorm, data_dependent_init_, weight_norm_
+from ...weightnorm import WeightNorm, data_dependent_init_, weight_norm_
 from .chain import Chain
 
 __all__ = ["INITS", "initialise_", "initialise_from_data"]
@@ -46,11 +46,12 @@ def initialise_(model: nn.Module, init: str, classifier: nn.Module) -> None:
             layer.balance_signs_()
 
 
-def initialise_from_data(model: Chain, x: Tensor) -> InitReport | None:
+def initialise_from_data(model: Chain, x: Tensor) -> Any:
     """Give every layer outputs of mean 0 and variance 1 over `x`, if `model.needs_data_init` (arpit2019, section 4).
 
-    Made for networks with weight norm. One without any norm that was built with `data_init=True` starts from the same
-    outputs, as the "normal parameterization" of Salimans & Kingma's published code does: its weights are scaled once.
+    What a method on weights has for that is its own `init`, whose report is returned. A network without any norm that
+    was built with `data_init=True` starts from the same outputs, as the "normal parameterization" of Salimans &
+    Kingma's published code does: its weights are scaled once.
     Its parameters are then new objects, so call this before the optimizer is made, with the model in training mode.
 
     >>> initialise_from_data(model, images[:500])
@@ -58,7 +59,7 @@ def initialise_from_data(model: Chain, x: Tensor) -> InitReport | None:
     if not model.needs_data_init:
         return None
     if any(parametrized_layers(model, nn.Module)):
-        return data_dependent_init_(model, x)
+        return model.init(model, x)
     weight_norm_(model)
     try:
         return data_dependent_init_(model, x)

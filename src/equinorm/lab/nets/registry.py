@@ -80,7 +80,7 @@ def build(
     - `norm`, `norm_options`, `bias`: see `norms`. An option goes to whichever method of "a+b" knows it.
     - `init`: "he", "he_fan_out", "xavier", "normal" or "default"; see `INITS`.
     - `final_norm="batchnorm"`: a norm behind the classifier (stock2019, section 6.2).
-    - `data_init`: whether `initialise_from_data` has something to do. None: where weight norm wants it.
+    - `data_init`: whether `initialise_from_data` has something to do. None: where the method on weights wants it.
     - `options`: of the architecture; an error lists them. All have `width`, which scales every layer.
 
     >>> build("cifar_nv", classes=10, in_shape=(3, 28, 28), norm="none", init="xavier", final_norm="batchnorm")
@@ -100,6 +100,8 @@ def build(
     assert make.classifier is not None
     initialise_(built, init, make.classifier)
     make.put_on_(built)
+    if make.weight is not None and make.weight.init is not None:
+        built.init = make.weight.init
     built.needs_data_init = make.wants_data_init if data_init is None else data_init
     return built
 
