@@ -187,6 +187,8 @@ def _works(run: Runner, *configs: Config) -> bool:
 # -- accuracy against batch size ---------------------------------------------------------------------------------------
 
 SIZES = (1024, 128, 32, 8, 4, 2)
+FEW = 32
+"""Up to this size all seeds go side by side."""
 ORDER = ("unit", "batchnorm", "groupnorm", "ws_agc", "msr", "equinorm")
 CHOSEN_AT = (32, 512)
 FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0)
@@ -237,13 +239,18 @@ def chosen_rates(run: Runner, norm: str) -> dict[str, Any]:
 
 
 def batch(run: Runner, epochs: float = 3.0, seeds: int = 3) -> None:
-    """Every method at every size, seed by seed; sizes that would take too long get 1.2 epochs in place of three."""
-    for seed in range(seeds):
-        for size in SIZES:
+    """Every method at every size; sizes that would take too long get 1.2 epochs in place of three.
+
+    Steps on few images leave most of the device idle, so there all seeds go side by side.
+    """
+    for size in SIZES:
+        apart = [[seed] for seed in range(seeds)] if size > FEW else [list(range(seeds))]
+        for group in apart:
             for length in (epochs, 1.2):
                 runs = [
                     (f"{norm}, batch {size}, {length:g} epochs", _sized(run, norm, size, length), seed)
                     for norm in ORDER
+                    for seed in group
                 ]
                 try:
                     run.side_by_side("batch", runs, "test", fresh_statistics=True)
@@ -252,6 +259,7 @@ def batch(run: Runner, epochs: float = 3.0, seeds: int = 3) -> None:
                     run.say(f"too long: {error}")
                     if size > 4 or length == 1.2:
                         raise
+        run.forget()
 
 
 def _sized(run: Runner, norm: str, size: int, epochs: float) -> Config:
