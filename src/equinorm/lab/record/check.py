@@ -76,7 +76,7 @@ def _difference(training: Training) -> float:
             if captured:
                 training.advance(1)
             else:
-                training.step(training.whitening_steps > 0)
+                training.step(training.phase(0))
         if training.device.type == "cuda":
             torch.cuda.synchronize()
         ends.append(training.optimizer.filters - start)

@@ -77,6 +77,10 @@ class Config:
     base: int = 1000
     batch: int = 1000
     epochs: float = 8.0
+    small: int = 26
+    """The side of the windows that the first part of a run sees of the images; 26 and 32 are pooled to the same size."""
+    small_part: float = 0.0
+    """How large that part is."""
     factor: float = 1.0
     """Multiplies every rate."""
     rule: Literal["root", "sum"] = "root"
@@ -88,6 +92,10 @@ class Config:
     def but(self, **changes: object) -> Config:
         """This with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.small_part <= 1.0:
+            raise ValueError(f"small_part is a part of the run, between 0 and 1, got {self.small_part!r}")
 
     def changes(self) -> dict[str, object]:
         """The fields that are not those of the method's own setting."""

@@ -90,9 +90,13 @@ class Pixels:
         shape = (2 * self.n, PADDED, PADDED, CHANNELS)
         self._memory = torch.zeros(shape, dtype=dtype, device=images.device)
         self._words = self._memory.view(_WORDS[dtype.itemsize]).view(-1)
-        window = torch.arange(SIZE, device=images.device)
-        self._window = (window[:, None] * PADDED + window[None, :]).view(1, -1)
+        self._inside = {size: self._window(size) for size in (SIZE,)}
         self.fill()
+
+    def _window(self, size: int) -> Tensor:
+        """Where the pixels of a window lie, seen from its first."""
+        side = torch.arange(size, device=self.images.device)
+        return (side[:, None] * PADDED + side[None, :]).view(1, -1)
 
     def fill(self) -> None:
         """From the uint8 images; done in the constructor, and again where its time is to count."""
@@ -103,16 +107,21 @@ class Pixels:
             self._memory[start:end] = part
             self._memory[self.n + start : self.n + end] = part.flip(2)
 
-    def windows(self, at: Tensor) -> Tensor:
-        """The images at these addresses, (n, 4, 32, 32), channels last."""
-        words = self._words[at[:, None] + self._window]
-        return words.view(len(at), -1, 1).view(self._memory.dtype).view(-1, SIZE, SIZE, CHANNELS).permute(0, 3, 1, 2)
+    def windows(self, at: Tensor, size: int = SIZE) -> Tensor:
+        """The images at these addresses, (n, 4, size, size), channels last."""
+        if size not in self._inside:
+            self._inside[size] = self._window(size)
+        words = self._words[at[:, None] + self._inside[size]]
+        return words.view(len(at), -1, 1).view(self._memory.dtype).view(-1, size, size, CHANNELS).permute(0, 3, 1, 2)
 
 
-def addresses(labels: Tensor, batch: int, steps: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Where the images of every step begin in `Pixels`, and their labels: two tables of shape (steps, batch).
+def addresses(
+    labels: Tensor, batch: int, steps: int, generator: torch.Generator, small: int = SIZE, small_steps: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Where the windows of every step begin in `Pixels`, and their labels: two tables of shape (steps, batch).
 
-    Each epoch has every image at most once, in an order of its own; what does not fill a batch is left out.
+    Each epoch has every image at most once, in an order of its own; what does not fill a batch is left out. The first
+    `small_steps` steps see windows of side `small`, which may lie anywhere in the padded image.
     """
     n, device = len(labels), labels.device
     if batch > n:
@@ -124,6 +133,8 @@ def addresses(labels: Tensor, batch: int, steps: int, generator: torch.Generator
     for epoch in range(math.ceil(steps / per_epoch)):
         order = torch.randperm(n, **draw)[: per_epoch * batch]  # type: ignore[call-overload]
         move = torch.randint(0, 2 * REACH + 1, (2, len(order)), **draw)  # type: ignore[call-overload]
+        if (count := min(small_steps - epoch * per_epoch, per_epoch) * batch) > 0:
+            move[:, :count] = torch.randint(0, PADDED - small + 1, (2, count), **draw)  # type: ignore[call-overload]
         image = order + n * (flipped[order] ^ (epoch % 2))
         tables.append((image * PADDED + move[0]) * PADDED + move[1])
         chosen.append(labels[order])

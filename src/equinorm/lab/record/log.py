@@ -18,8 +18,13 @@ Row = dict[str, Any]
 
 
 def key_of(config: Config, seed: int, on: str, images: str) -> str:
-    """One run: its setting, its seed, and which images it was trained and tested on."""
-    said = json.dumps([dataclasses.asdict(config), seed, on, images], sort_keys=True)
+    """One run: its setting, its seed, and which images it was trained and tested on.
+
+    Only what is not a default counts, so that a new field leaves the keys of finished runs as they are.
+    """
+    plain = dataclasses.asdict(Config())
+    setting = {name: value for name, value in dataclasses.asdict(config).items() if value != plain[name]}
+    said = json.dumps([setting, seed, on, images], sort_keys=True)
     return hashlib.sha1(said.encode()).hexdigest()[:16]
 
 

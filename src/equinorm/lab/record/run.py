@@ -1,4 +1,4 @@
-"""`python -m equinorm.lab.record.run --data DIR --out DIR --minutes M --only check,ladder,choose,final,batch`
+"""`python -m equinorm.lab.record.run --data DIR --out DIR --minutes M --only check,ladder,refine,final,choose,batch`
 
 Everything that fits in that time, in the order of importance; what stands in the logs already is not run again.
 """
@@ -19,12 +19,12 @@ from .check import check
 from .config import Config
 from .data import read_cifar10, toy_images
 from .log import Log, table
-from .plans import batch, choose, final, ladder
+from .plans import batch, choose, final, ladder, refine
 from .runner import OutOfTimeError, Runner
 
 __all__ = ["PARTS", "main"]
 
-PARTS = ("check", "ladder", "choose", "final", "batch")
+PARTS = ("check", "ladder", "refine", "final", "choose", "batch")
 RESULTS = Path("results/without-batch-statistics")
 
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limits.recompile_limit = 64
     images = toy_images(device) if options.toy else read_cifar10(options.data, device)
     log = Log(options.out, RESULTS, retry=options.retry)
-    run = Runner(images, log, options.minutes, options.toy)
+    run = Runner(images, log, options.minutes, options.toy, data=None if options.toy else options.data)
     config = None
     if options.config is not None:
         changes = json.loads(options.config)
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts: dict[str, Any] = {
         "check": lambda: check(run),
         "ladder": lambda: ladder(run),
+        "refine": lambda: refine(run),
         "choose": lambda: choose(run),
         "final": lambda: final(run, config, options.n),
         "batch": lambda: batch(run, options.epochs, options.seeds),

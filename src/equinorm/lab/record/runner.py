@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..training.trainer import about
 from .config import Config
-from .data import Images, Pixels
+from .data import Images, Pixels, read_cifar10
 from .log import Log, Row, key_of
 from .training import Training, together
 
@@ -40,6 +44,15 @@ def _shared(config: Config) -> Config:
     return config.but(**{name: getattr(defaults, name) for name in _RATES})
 
 
+def _compile(data: Path, config: Config, on: str) -> None:
+    """In a process of its own: compile a step, and forget it."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    images = read_cifar10(data, torch.device("cuda"))
+    images = images.held_out() if on == "held-out" else images
+    dtype = getattr(torch, config.dtype)
+    Training(config, images, Pixels(images.train, images.train_labels, dtype)).capture()
+
+
 class OutOfTimeError(Exception):
     """The next run would not end before the deadline."""
 
@@ -47,7 +60,17 @@ class OutOfTimeError(Exception):
 class Runner:
     """Everything that runs share: images, the log, and nets that are already captured."""
 
-    def __init__(self, images: Images, log: Log, minutes: float = 1e9, toy: bool = False, verbose: bool = True) -> None:
+    def __init__(
+        self,
+        images: Images,
+        log: Log,
+        minutes: float = 1e9,
+        toy: bool = False,
+        verbose: bool = True,
+        data: Path | None = None,
+    ) -> None:
+        """`data` is where the images came from, for processes that need them too."""
+        self.data = data
         self.images = {"test": images, "held-out": images.held_out()}
         self.log, self.toy, self.verbose = log, toy, verbose
         self.deadline = time.monotonic() + 60 * minutes
@@ -65,6 +88,10 @@ class Runner:
     def say(self, text: str) -> None:
         if self.verbose:
             print(f"[{self.left():5.0f} s left] {text}", flush=True)
+
+    def key(self, config: Config, seed: int, on: str) -> str:
+        """The name of a run in the log."""
+        return key_of(config, seed, on, self._what())
 
     def adapted(self, config: Config) -> Config:
         """The same at toy size, where that is asked for."""
@@ -91,6 +118,18 @@ class Runner:
             self._captured[key] = training
         return self._captured[key]
 
+    def compile_ahead(self, configs: Sequence[Config], on: str, processes: int = 14) -> None:
+        """Compile these in processes of their own, which leave what they made in the compiler's cache on disk."""
+        if self.device.type != "cuda" or self.data is None:
+            return
+        began = time.monotonic()
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            futures = [pool.submit(_compile, self.data, config, on) for config in configs]
+            for future in futures:
+                if (error := future.exception()) is not None:  # the run itself will tell
+                    self.say(f"compiling ahead failed: {error!r}")
+        self.say(f"{len(configs)} settings compiled ahead in {time.monotonic() - began:.0f} s")
+
     def forget(self) -> None:
         """Free the captured nets."""
         self._captured.clear()
@@ -103,7 +142,7 @@ class Runner:
     def alone(self, part: str, name: str, config: Config, seeds: Sequence[int], on: str = "held-out") -> list[Row]:
         """The rows of these seeds; the missing ones are run one after another, with nothing beside them."""
         config = self.adapted(config)
-        keys = [key_of(config, seed, on, self._what()) for seed in seeds]
+        keys = [self.key(config, seed, on) for seed in seeds]
         fresh = [seed for seed, key in zip(seeds, keys, strict=True) if self.log.get(key) is None]
         longest = 5.0
         for seed in fresh:
@@ -139,7 +178,7 @@ class Runner:
         OutOfTimeError, and nothing is written, if they would not end before the deadline.
         """
         runs = [(name, self.adapted(config), seed) for name, config, seed in runs]
-        keys = [key_of(config, seed, on, self._what()) for _, config, seed in runs]
+        keys = [self.key(config, seed, on) for _, config, seed in runs]
         missing = [run for run, key in zip(runs, keys, strict=True) if self.log.get(key) is None]
         if missing and self.left() < 5.0:
             raise OutOfTimeError(f"{part}: {missing[0][0]}")
@@ -181,7 +220,7 @@ class Runner:
         return "toy" if self.toy else "cifar10"
 
     def _row(self, part: str, name: str, config: Config, seed: int, on: str) -> Row:
-        row: Row = {"key": key_of(config, seed, on, self._what()), "part": part, "name": name, "on": on, "seed": seed}
+        row: Row = {"key": self.key(config, seed, on), "part": part, "name": name, "on": on, "seed": seed}
         row |= {"method": config.norm, "batch": config.batch, "epochs": config.epochs, "mode": config.mode}
         return row | {"changes": config.changes(), "config": asdict(config), "images": self._what()} | self.about
 

@@ -12,14 +12,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .config import Config
-from .data import Images, Pixels, addresses, normalized
+from .data import SIZE, Images, Pixels, addresses, normalized
 from .net import Net, whitening_weights
 from .optimizer import FlatOptimizer
 
@@ -44,6 +44,14 @@ def _noise_pool(amplitude: float, size: int, dtype: torch.dtype, device: torch.d
     return pool.mul_(2 * amplitude).add_(1 - amplitude).to(dtype)
 
 
+class Phase(NamedTuple):
+    """What is the same for all steps of a part of the run, so that one graph can be replayed for them."""
+
+    train_whitening: bool
+    size: int
+    """The side of the windows."""
+
+
 class Training:
     """A net, its optimizer and its tables.
 
@@ -61,6 +69,7 @@ class Training:
             raise ValueError(f"a batch of {config.batch} is more than the {pixels.n} training images")
         self.steps = math.ceil(config.epochs * per_epoch)
         self.whitening_steps = min(self.steps, math.ceil(config.whitening_epochs * per_epoch))
+        self.small_steps = round(config.small_part * self.steps)
         torch.manual_seed(0)
         self.net = self._fresh()
         self.optimizer = FlatOptimizer(self.net, config, self.dtype, self.steps)
@@ -79,7 +88,7 @@ class Training:
             self._stretch = torch.arange(count, device=self.device)
         self.loss: Callable[..., Tensor] = _loss
         self.update: Callable[..., None] = self.optimizer.step
-        self.graphs: dict[bool, Any] = {}
+        self.graphs: dict[Phase, Any] = {}
         self.stream: Any = None
         self.done = 0
         self.generator = torch.Generator(self.device)
@@ -111,7 +120,9 @@ class Training:
         if self.config.start_from_data:
             self.net.eval().start_from_data(first)
             self.optimizer.take_others()
-        at, labels = addresses(self.pixels.labels, self.config.batch, self.steps, self.generator)
+        at, labels = addresses(
+            self.pixels.labels, self.config.batch, self.steps, self.generator, self.config.small, self.small_steps
+        )
         self.at.copy_(at)
         self.labels.copy_(labels)
         if self.noise is not None:
@@ -121,9 +132,10 @@ class Training:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def step(self, train_whitening: bool = True) -> None:
+    def step(self, phase: Phase) -> None:
         """One step, wherever the tables and the counter say; in eager mode or under capture."""
-        x = self.pixels.windows(self.at.index_select(0, self.t).view(-1))
+        train_whitening = phase.train_whitening
+        x = self.pixels.windows(self.at.index_select(0, self.t).view(-1), phase.size)
         labels = self.labels.index_select(0, self.t).view(-1)
         noise = None
         if self.noise is not None:
@@ -134,10 +146,13 @@ class Training:
         self.update([self._zeros if gradient is None else gradient for gradient in found], self.t)
         self.t.add_(1)
 
-    def _phases(self) -> list[bool]:
-        """Whether the whitening layer's bias is trained: first it is, then perhaps no longer."""
-        phases = [True] if self.whitening_steps else []
-        return phases + ([False] if self.whitening_steps < self.steps else [])
+    def phase(self, step: int) -> Phase:
+        """The phase that a step belongs to."""
+        return Phase(step < self.whitening_steps, self.config.small if step < self.small_steps else SIZE)
+
+    def _phases(self) -> list[Phase]:
+        begins = {0, self.whitening_steps, self.small_steps}
+        return list(dict.fromkeys(self.phase(step) for step in sorted(begins) if step < self.steps))
 
     def capture(self) -> None:
         """Capture a step; weights and counters are anybody's after it. Eager configs and the CPU have none."""
@@ -170,7 +185,7 @@ class Training:
         """That many steps, at most to the end; nothing is waited for. The streams must have been synchronized."""
         with torch.cuda.stream(self.stream) if self.graphs else contextlib.nullcontext():
             for _ in range(min(steps, self.steps - self.done)):
-                phase = self.done < self.whitening_steps
+                phase = self.phase(self.done)
                 if self.graphs:
                     self.graphs[phase].replay()
                 else:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 
+from ... import __version__
 from ...errors import UserError, counted
 from ...files import replacing
 from .inputs import Inputs, Streamed, inputs_of
@@ -344,13 +345,18 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 def about(device: torch.device) -> dict[str, Any]:
     """Command, versions, hardware and commit: what goes with every number."""
-    program = Path(sys.argv[0]).name
-    packages = {"equinorm": version_of("equinorm"), "torch": torch.__version__, "python": platform.python_version()}
+    file = Path(sys.argv[0]).name
+    program = {"cli.py": "equinorm", "__main__.py": "equinorm", "run.py": "equinorm record"}.get(file, file)
+    packages = {
+        "equinorm": version_of("equinorm") or __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     hardware = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     )
     return {
-        "command": shlex.join(["equinorm" if program in ("cli.py", "__main__.py") else program, *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}".strip(),
         "versions": packages,
         "hardware": hardware,
         "commit": commit(),
