@@ -78,7 +78,7 @@ class Config:
     batch: int = 1000
     epochs: float = 8.0
     small: int = 26
-    """The side of the windows that the first part of a run sees of the images; 26 and 32 are pooled to the same size."""
+    """The side of the windows that the first part of a run sees; 26 and 32 pixels are pooled to the same size."""
     small_part: float = 0.0
     """How large that part is."""
     factor: float = 1.0
