@@ -21,8 +21,12 @@ TARGET = 94.0
 EASIER = 0.17
 """Points by which the test set is easier than the held-out images: BatchNorm's twin has 93.84 % on these after eight
 epochs (n = 4), and 94.01 on the test set by airbench's own count (n = 200)."""
+MARGIN = 0.1
+"""Points more than needed: the length is read off a line through few runs."""
 RESERVED = 60.0
 """Seconds for what comes after the options: the compiled and the eager runs."""
+RESERVED_FOR_FINAL = 220.0
+"""Seconds for what comes after the changes: two lengths compiled, and the final with its twin."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch 500": {"batch": 500},
@@ -108,8 +112,8 @@ def _gain(run: Runner, without: Config, changes: dict[str, Any]) -> float:
 CHANGES: dict[str, dict[str, Any]] = {
     "random filters at the start": {"dirac": False},
     "noise 0.2": {"noise": 0.2},
-    "clipped at 400": {"clip": 400.0},
     "windows of 26 pixels in the first half": {"small_part": 0.5},
+    "clipped at 400": {"clip": 400.0},
     "four Newton-Schulz steps": {"newton_schulz": 4},
     "filters' momentum 0.9": {"filters_momentum": 0.9},
     "whitening bias at a rate of 0.01": {"whitening_rate": 0.01},
@@ -129,7 +133,7 @@ def refine(run: Runner, n: int = 4) -> None:
         without = Config(epochs=REFINED_AT, **kept)
         told = " + ".join(kept) or "the probe's setting"
         run.alone("refine", told, without, range(n))
-        if run.left() < RESERVED:
+        if run.left() < RESERVED_FOR_FINAL:
             run.say("changes are left for another time")
             break
         run.alone("refine", f"{told} + {name}", without.but(**changes), range(n))
@@ -159,7 +163,7 @@ def record_config(run: Runner) -> Config:
     if len({x for x, _ in points}) >= 2:
         line = statistics.linear_regression(*zip(*points, strict=True))
         for epochs in range(6, 31):
-            if line.intercept + line.slope * math.log(epochs) >= TARGET - EASIER:
+            if line.intercept + line.slope * math.log(epochs) >= TARGET + MARGIN - EASIER:
                 return Config(epochs=epochs, mode="compiled", **kept)
     return Config(epochs=30, mode="compiled", **kept)
 
