@@ -139,6 +139,8 @@ def refine(run: Runner, n: int = 4) -> None:
         run.alone("refine", f"{told} + {name}", without.but(**changes), range(n))
         gain = _gain(run, without, changes)
         run.say(f"{name}: {gain:+.2f} at equal time, {'kept' if gain >= LEAST_GAIN else 'not kept'}")
+        if gain >= LEAST_GAIN:
+            kept |= changes
         run.forget()
     run.say(f"kept: {refined(run)}")
     for epochs in (20, 24):
