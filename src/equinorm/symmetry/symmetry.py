@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
+from .holding import holding
 from .interpreter import Interpreter
 from .scales import FROZEN
 from .verify import LARGEST, ROUNDS, Verification, Verifier, culprits, log_factors, relative_change, tolerance
@@ -81,6 +82,7 @@ class Symmetry:
         self.parameters, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
         self.verification = Verification(done=False, why_not="it was not asked for")
+        self.held: tuple[str, ...] = ()  # parameters that `holding` keeps as they are
         self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
@@ -94,6 +96,10 @@ class Symmetry:
         explanation = self._explainer()
         if self.verification.frozen:
             explanation = replace(explanation, summary=f"{explanation.summary}\n{self.verification}")
+        if self.held:
+            some = ", ".join(self.held[:3]) + (f" and {len(self.held) - 3} more" if len(self.held) > 3 else "")
+            left = f"{self.num_scales:,} free scale{'' if self.num_scales == 1 else 's'} left"
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{left} while {some} stay as they are")
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
@@ -107,6 +113,20 @@ class Symmetry:
                 )
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, model=model)
+        return twin
+
+    def holding(self, names: Iterable[str]) -> Symmetry:
+        """The rescalings among these that leave the parameters of these names as they are.
+
+        >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
+        """
+        held = set(names) & {w.name for w in self.moving}
+        if not held:
+            return self
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
+        twin.parameters, twin.birth = holding(self.parameters, self.birth, held)
+        twin.num_scales = len(twin.birth)
         return twin
 
     @property
