@@ -22,6 +22,7 @@ from equinorm.lab.bench.llama import Llama
 from support.ranks import Ranks
 
 STEPS, BATCH = 20, 8
+Pools = Callable[[int], Ranks]
 TOLERANCE = 1e-6
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.02, momentum=0.9, weight_decay=1e-2),
@@ -33,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Residual(nn.Module):
-    """Convolutions with biases around two streams, and two layers at the end; widths that no number of ranks divides."""
+    """Convolutions with biases around a stream, and two layers at the end; no number of ranks divides the widths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ def train(
     model: nn.Module, optimizer: Optimizer, name: str, part: tuple[int, int] = (0, 1), steps: int = STEPS
 ) -> None:
     number, count = part
-    for images, labels in batches(name)[:steps]:
+    for images, labels in batches(name):
         optimizer.zero_grad()
         loss_of(model, (images.chunk(count)[number], labels.chunk(count)[number])).backward()
         optimizer.step()
@@ -181,9 +182,7 @@ def assert_equal(states: list[State], expected: State) -> None:
     ("name", "optimizer", "bias"),
     [("llama", "adamw", "plain"), ("residual", "sgd", "safe"), ("residual", "adamw", "safe")],
 )
-def test_enorm_is_that_of_one_process(
-    how: str, name: str, optimizer: str, bias: str, ranks: Callable[[int], Ranks]
-) -> None:
+def test_enorm_is_that_of_one_process(how: str, name: str, optimizer: str, bias: str, ranks: Pools) -> None:
     assert_equal(ranks(2).run(sharded_run, name, how, optimizer, bias), alone(name, optimizer, bias))
 
 
@@ -192,9 +191,7 @@ def test_enorm_is_that_of_one_process(
 @pytest.mark.parametrize("bias", ["plain", "safe"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["llama", "residual"])
-def test_enorm_over_four_processes(
-    how: str, name: str, optimizer: str, bias: str, ranks: Callable[[int], Ranks]
-) -> None:
+def test_enorm_over_four_processes(how: str, name: str, optimizer: str, bias: str, ranks: Pools) -> None:
     assert_equal(ranks(4).run(sharded_run, name, how, optimizer, bias), alone(name, optimizer, bias))
 
 
@@ -213,9 +210,7 @@ def balanced(name: str, how: str, options: dict[str, Any]) -> tuple[dict[str, Te
 @pytest.mark.parametrize(
     ("name", "options"), [("llama", {}), ("residual", {"c": 1.2}), ("residual", {"parameters": ["inner", "hidden"]})]
 )
-def test_balancing_is_that_of_one_process(
-    how: str, name: str, options: dict[str, Any], ranks: Callable[[int], Ranks]
-) -> None:
+def test_balancing_is_that_of_one_process(how: str, name: str, options: dict[str, Any], ranks: Pools) -> None:
     model = net(name)
     report = equinorm.balance_(model, example(name), **options)
     for weights, other in ranks(2).run(balanced, name, how, options):
