@@ -143,10 +143,13 @@ def balance_(
     for w in symmetry.moving:
         if symmetry.tensor(w.name).is_meta:
             raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
-    before = _norm(symmetry, counted, p)
-    objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
-    objective.load(symmetry.tensor)
-    solution = _within_range(symmetry, objective, tol, None if time_limit is None else traced + time_limit)
+    here = symmetry.local()
+    before = _norm(here, counted, p)
+    counting_here = layouts(here, p, c, counted)
+    cpu = torch.device("cpu")
+    objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, here.processes)
+    objective.load(here.values)
+    solution = _within_range(here, objective, tol, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
     still = ~objective.free
@@ -154,7 +157,7 @@ def balance_(
     after = None if outputs is None else outputs_of(symmetry.model, example_inputs)
     return BalanceReport(
         norm_before=before,
-        norm_after=_norm(symmetry, counted, p),
+        norm_after=_norm(here, counted, p),
         imbalance=solution.imbalance,
         iterations=solution.iterations,
         seconds=seconds,
@@ -222,9 +225,9 @@ def _norm(symmetry: Symmetry, counted: Counts, p: float) -> float:
     """The Lp norm of the parameters that count, in float64."""
     total = 0.0
     for w in symmetry.parameters:
-        if counted(w) and (tensor := symmetry.tensor(w.name).detach()).numel():
-            total += float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
-    return float(total ** (1.0 / p))
+        if counted(w) and (tensor := symmetry.values(w.name).detach()).numel():
+            total += w.share * float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
+    return float(symmetry.processes.sum(torch.tensor(total, dtype=torch.float64))) ** (1.0 / p)
 
 
 def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline: float | None) -> Solution:
@@ -232,7 +235,8 @@ def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline
     while True:
         hold_unbalanced(objective)
         solution = minimise(objective, symmetry.birth, tol, deadline)
-        beyond = beyond_range(symmetry.moving, symmetry.tensor, solution.log_scales) & objective.free
+        beyond = beyond_range(symmetry.moving, symmetry.values, solution.log_scales) & objective.free
+        beyond = symmetry.processes.any(beyond)
         if not bool(beyond.any()):
             return solution
         objective.fixed[:-1] |= beyond

@@ -126,7 +126,8 @@ class ENorm:
         safe = [w for w in symmetry.parameters if bias == "safe" and w.fan_in is not None]
         self._terms = {w.name: w for w in dict.fromkeys([*symmetry.moving, *safe])}
         self._paths = {name: name.split(".") for name in self._terms}
-        self.biases = SafeBiases(symmetry, optimizer, [w for w in self._terms.values() if w in safe])
+        self._safe = [w.name for w in self._terms.values() if w in safe]  # in this order their gains are numbered
+        self.biases = self._safe_biases()
         self._check_optimizer()
         self._prepare()
 
@@ -192,7 +193,7 @@ class ENorm:
         """The same ENorm, with its state, on copies of the model and its optimizer; not attached."""
         twin = copy.copy(self)
         twin.symmetry, twin.optimizer = self.symmetry.bind(model), optimizer
-        twin.biases = SafeBiases(twin.symmetry, optimizer, self.biases.parameters)
+        twin.biases = twin._safe_biases()
         twin._handle = None
         twin._check_optimizer()
         twin._prepare(self.log_t)
@@ -242,6 +243,10 @@ class ENorm:
         return {name: self.symmetry.tensor(name) if q is None else q for name, q in weights.items()}
 
     # -- setting up ----------------------------------------------------------------------------------------------------
+
+    def _safe_biases(self) -> SafeBiases:
+        here = {w.name: w for w in self.symmetry.local().parameters}
+        return SafeBiases(self.symmetry, self.optimizer, [here[name] for name in self._safe])
 
     def _check_optimizer(self) -> None:
         """Refuse an optimizer that holds other parameters than the model's, or state we cannot carry."""
