@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import (
+        caps,
         diagnostics,
         enorm,
         equilibrium,
@@ -59,6 +60,7 @@ _HOME = {
     "UnitFilters": "unitfilters.unitfilters",
     "add_input_noise_": "models.noise",
     "balance_": "balance",
+    "caps": "",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
     "data_dependent_init_": "weightnorm.init",
