@@ -37,6 +37,7 @@ from .models.plan import Norm, Plan
 from .models.replacing import batchnorm_for, norm_behind
 from .models.reports import ConvertReport, ModuleRow, kept_table
 from .models.running_statistics import has_running_statistics
+from .models.saving import guard_saving_, note_norms
 from .models.surgery import (
     bias_of,
     describe,
@@ -123,6 +124,8 @@ def _convert(
     report = ConvertReport(type(model).__name__, method.name, plan.ordered(plan.converted), plan.ordered(plan.kept))
     if not plan.converted and not plan.already:
         raise ValueError(_nothing(report, method.looks_for))
+    guard_saving_(model)
+    note_norms(model, ((norm.module, norm.layer.module) for norm in plan.norms if norm.layer is not None))
     plan.run()
     if method.init is not None and init_batch is not None and plan.converted:
         method.init(model, init_batch)
@@ -204,6 +207,8 @@ def fold(
     with model_kept(model) if inplace else nullcontext(), modes_kept(model) as modes:
         model.eval()  # what is folded is what evaluation computes
         norms, kept = _foldable_norms(model, example_inputs, kept_as_asked)
+        guard_saving_(model)
+        note_norms(model, ((norm.module, layer.module) for norm, layer in norms if layer is norm.layer))
         rows: list[ModuleRow] = []
         root, new_of = _plain_layers(model, kept_as_asked, rows)
         for norm, layer in norms:

@@ -14,6 +14,7 @@ from ..models.inputs import call
 from ..models.layers import CONVOLUTIONS, TRANSPOSED, LayerReport, select, tied_weights
 from ..models.modes import evaluating
 from ..models.parametrized import originals, parametrized_layers, why_not_parametrize
+from ..models.saving import guard_saving_
 from .functional import unit_init_
 from .parametrization import ScaledKernel
 
@@ -75,6 +76,7 @@ def mean_shift_rejection_(
             skipped[name] = why
         else:
             scaled[name] = layer
+    guard_saving_(model)
     for layer in scaled.values():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         centred = layer is not first
