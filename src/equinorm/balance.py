@@ -113,7 +113,7 @@ def balance_(
     Args:
         p: which norm, any p > 0.
         c: asymmetry (stock2019, section 3.7): c > 1 moves energy towards the output.
-        tol: largest |log(incoming / outgoing mass)| accepted.
+        tol: largest `|log(incoming / outgoing mass)|` accepted.
         parameters: names or patterns of the parameters that count in the norm, or of modules, which stand for all that
             is in them; by default all that multiply (weights and gains, not biases).
         time_limit: seconds after which the best point so far is taken, and reported as not converged.
