@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..models.filters import filter_norm
 
-__all__ = ["centre_gradients_", "luma_gradient", "luma_pull", "unit_init_", "window", "zero_mean_init_"]
+__all__ = ["centre_", "centre_gradients_", "luma_gradient", "luma_pull", "unit_init_", "window", "zero_mean_init_"]
 
 
 def window(kernel: Tensor) -> tuple[int, ...]:
@@ -51,8 +51,15 @@ def centre_gradients_(parameters: Iterable[Tensor], z: float = 1.0) -> None:
     >>> loss.backward(); centre_gradients_(model.parameters(), z=0.85); optimizer.step()
     """
     for parameter in parameters:
-        if parameter.grad is not None and window(parameter):
-            parameter.grad.sub_(parameter.grad.mean(window(parameter), keepdim=True), alpha=z)
+        if parameter.grad is not None:
+            centre_(parameter.grad, z)
+
+
+@torch.no_grad()
+def centre_(gradient: Tensor, z: float) -> None:
+    """∇V ← ∇V - z · mean of ∇V over the window, if it has one."""
+    if window(gradient):
+        gradient.sub_(gradient.mean(window(gradient), keepdim=True), alpha=z)
 
 
 def luma_gradient(V: Tensor, luma: float | Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of
+from ..models.flat import refuse_flat_model
+from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
@@ -115,8 +116,11 @@ class Symmetry:
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
-        """The same symmetry on another copy of the model (an average of its weights, a deepcopy)."""
+        """The same symmetry on another copy of the model: an average of its weights, a deepcopy, a sharded one."""
+        refuse_flat_model(model)
         model = unwrap(model)
+        refuse_flat_model(model)
+        reshard(model)
         for parameter in self.moving:
             other = _parameter(model, parameter.name)
             if other.shape != parameter.shape:
