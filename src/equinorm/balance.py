@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
 from itertools import accumulate
+from math import log
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class BalanceReport:
     imbalance: float  # largest |log(incoming / outgoing mass)| over the balanced scales: 0 exactly at the optimum
     iterations: int
     seconds: float  # without tracing
-    converged: bool  # imbalance <= tol
+    converged: bool  # imbalance <= tol, and something was balanced
     num_scales: int  # free scales of the model
     held: int  # of these, left where they were: dead units, non-finite weights, what would leave a dtype's range
     held_in: tuple[str, ...]  # parameters that hold them
@@ -52,6 +53,11 @@ class BalanceReport:
             return "nothing to rescale: the model has no free scale (print equinorm.trace(...).explain() to see why)"
         verdict = "at the optimum" if self.converged else "NOT at the optimum"
         where = ", ".join(self.held_in[:3]) + (", ..." if len(self.held_in) > 3 else "")
+        if self.held == self.num_scales:
+            return (
+                f"nothing was balanced: all {self.held:,} scales are held where they were ({where}), because what they "
+                f"multiply is zero, feeds nothing or is not finite; the norm is {self.norm_after:.6g}"
+            )
         held = f"; {self.held:,} held where they were ({where})" if self.held else ""
         return (
             f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}, {verdict} (imbalance {self.imbalance:.1e}) over "
@@ -125,7 +131,7 @@ def balance_(
             raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
     before = _norm(symmetry, counted, p)
     objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
-    objective.load(symmetry.tensor)
+    objective.load_any(symmetry.tensor)
     solution = _within_range(symmetry, objective, tol, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
@@ -138,7 +144,7 @@ def balance_(
         imbalance=solution.imbalance,
         iterations=solution.iterations,
         seconds=seconds,
-        converged=solution.converged,
+        converged=solution.converged and not (symmetry.num_scales and bool(still.all())),
         num_scales=symmetry.num_scales,
         held=int(still.sum()),
         held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
@@ -197,12 +203,23 @@ def _first_reason(symmetry: Symmetry) -> str:
 
 
 def _norm(symmetry: Symmetry, counted: Counts, p: float) -> float:
-    """The Lp norm of the parameters that count, in float64."""
-    total = 0.0
-    for w in symmetry.parameters:
-        if counted(w) and (tensor := symmetry.tensor(w.name).detach()).numel():
-            total += float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
-    return float(total ** (1.0 / p))
+    """The Lp norm of the parameters that count, in float64; it overflows only if it is larger than any number."""
+    logs = [_log_norm(symmetry.tensor(w.name).detach(), p) for w in symmetry.parameters if counted(w)]
+    if not logs:
+        return 0.0
+    return float((p * torch.tensor(logs, dtype=torch.float64)).logsumexp(0).div(p).exp())
+
+
+def _log_norm(tensor: Tensor, p: float) -> float:
+    if not tensor.numel():
+        return float("-inf")
+    norm = float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64))
+    if 1e-100 < norm < 1e100:
+        return log(norm)
+    largest = tensor.abs().amax().double()
+    if not 0 < float(largest) < float("inf"):
+        return float(largest.log())
+    return float(largest.log() + torch.linalg.vector_norm(tensor / largest, p, dtype=torch.float64).log())
 
 
 def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline: float | None) -> Solution:
