@@ -18,6 +18,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from ..models.sharding import ALONE, Processes
+
 NEVER = float("-inf")
 """The logarithm of nothing."""
 LARGE = 1 << 14
@@ -131,12 +133,21 @@ class Exponentials:
 
     `fixed` variables stay where they are while their entries count. `loose` ones are linked to no fixed one. (The last
     place of both means "no variable".)
+
+    With `processes` that hold parts of the weights, matrices and masses are those of the parts that are here. What
+    there is per variable is summed over all of them, so it is the same in each.
     """
 
     def __init__(
-        self, n: int, p: float, sides: Sequence[tuple[Side, Side]], dtype: torch.dtype, device: torch.device
+        self,
+        n: int,
+        p: float,
+        sides: Sequence[tuple[Side, Side]],
+        dtype: torch.dtype,
+        device: torch.device,
+        processes: Processes = ALONE,
     ) -> None:
-        self.n, self.p, self.sides = n, p, list(sides)
+        self.n, self.p, self.sides, self.processes = n, p, list(sides), processes
         self.dtype, self.device = dtype, device
         flat = [side for pair in sides for side in pair]
         empty = torch.zeros(0, dtype=torch.int64)
@@ -182,7 +193,7 @@ class Exponentials:
 
     def scatter(self, values: Tensor) -> Tensor:
         """The transpose of `gather` without the exponents."""
-        return self._sum(values)[: self.n]
+        return self.processes.sum(self._sum(values)[: self.n])
 
     def at(self, s: Tensor) -> Point:
         row_logs, column_logs, masses = [], [], []
@@ -192,11 +203,12 @@ class Exponentials:
             masses += [(row + log_times(matrix, column)).view(-1), (column + log_times(matrix.mT, row)).view(-1)]
         mass = torch.cat(masses) if masses else self.exponent
         weight = self.exponent.abs().log() + mass
-        up = self._sum.of_logarithms(torch.where(self.exponent > 0, weight, NEVER))[: self.n]
-        down = self._sum.of_logarithms(torch.where(self.exponent < 0, weight, NEVER))[: self.n]
-        rows = torch.cat(masses[::2]) if masses else mass
-        value = rows.logsumexp(0) if len(rows) else mass.new_full((), NEVER)
-        return Point(row_logs, column_logs, mass, up, down, value)
+        ups = self._sum.of_logarithms(torch.where(self.exponent > 0, weight, NEVER))[: self.n]
+        downs = self._sum.of_logarithms(torch.where(self.exponent < 0, weight, NEVER))[: self.n]
+        rows = torch.cat([mass.new_full((1,), NEVER), *masses[::2]])
+        sums = self.processes.log_sum(torch.cat([ups, downs, rows.logsumexp(0, keepdim=True)]))
+        up, down, value = sums.split([self.n, self.n, 1])
+        return Point(row_logs, column_logs, mass, up, down, value[0])
 
     def quadratic(self, point: Point, guess: Tensor | None = None) -> Quadratic:
         return Quadratic(self, point, guess)
@@ -217,9 +229,10 @@ class Quadratic:
     def __init__(self, function: Exponentials, point: Point, guess: Tensor | None) -> None:
         self.function = function
         present = point.log_mass > NEVER
-        top = torch.where(present, point.log_mass, 0.0).amax() if len(present) else point.log_value.new_zeros(())
         a = torch.where(present, guess, 0.0) if guess is not None else torch.zeros_like(point.log_mass)
-        centre = top if guess is None else 0.0  # the largest mass about which is expanded becomes 1
+        # without a guess the largest mass becomes 1
+        both = torch.cat([point.log_up, point.log_down])
+        centre = both.amax() if guess is None and len(both) else 0.0
         self.entries: list[tuple[Tensor, Tensor, Tensor]] = []
         masses, extra = [], []
         for matrix, light, row, column, (a_row, a_column) in zip(
@@ -267,7 +280,7 @@ class Quadratic:
             linked = ((u * k_row)[:, :, None] * (matrix @ spread)).reshape(-1)  # batch × rows × local groups
             total.index_add_(0, (row[:, :, None] * (groups + 1) + local).reshape(-1), linked)
             total.index_add_(0, (local * (groups + 1) + row[:, :, None]).reshape(-1), linked)
-        return total.view(groups + 1, groups + 1)[:groups, :groups]
+        return f.processes.sum(total.view(groups + 1, groups + 1)[:groups, :groups])
 
 
 def times(matrices: Tensor, vectors: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from math import exp, log, prod
 import torch
 from torch import Tensor
 
+from ..models.sharding import ALONE, Processes
 from ..symmetry import ScaledParameter, Symmetry, Term
 from .exponentials import NEVER, Exponentials, Point, Side, Sum, equilibrated, imbalance, times
 
@@ -31,7 +32,7 @@ class Layout:
     name: str
     order: tuple[int, ...]  # axes of the parameter: those both sides depend on, rows, columns, what no scale depends on
     view: tuple[int, ...]  # its shape then: batch, and rows and columns as outer × distinct × inner, and the rest
-    log_weight: float  # p · depth · log c
+    log_weight: float  # p · depth · log c, less where others hold copies
     rows: Side
     columns: Side
     cancels: Tensor | None  # where row and column are one scale to the same power, which then has no effect
@@ -106,8 +107,9 @@ def powers_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 
 def layouts(symmetry: Symmetry, p: float, c: float, counted: Callable[[ScaledParameter], bool]) -> list[Layout]:
-    """The layout of every parameter that counts in the norm and can move."""
-    return [layout_of(w, symmetry.num_scales, p * w.depth * log(c)) for w in symmetry.moving if counted(w)]
+    """The layout of every parameter, or part of one, that counts in the norm and can move."""
+    chosen = [w for w in symmetry.moving if counted(w) and w.shape.numel()]
+    return [layout_of(w, symmetry.num_scales, p * w.depth * log(c) + log(w.share)) for w in chosen]
 
 
 def layout_of(w: ScaledParameter, n: int, log_weight: float = 0.0) -> Layout:
@@ -173,8 +175,16 @@ def _cancelling(rows: Side, columns: Side, n: int) -> Tensor | None:
 class Objective(Exponentials):
     """F on given weights, as a function of log-scales, with gradient and curvature."""
 
-    def __init__(self, n: int, p: float, layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(n, p, [(layout.rows, layout.columns) for layout in layouts], dtype, device)
+    def __init__(
+        self,
+        n: int,
+        p: float,
+        layouts: Sequence[Layout],
+        dtype: torch.dtype,
+        device: torch.device,
+        processes: Processes = ALONE,
+    ) -> None:
+        super().__init__(n, p, [(layout.rows, layout.columns) for layout in layouts], dtype, device, processes)
         self.layouts = list(layouts)
         self._cancels = [None if x.cancels is None else x.cancels.to(device) for x in layouts]
 
@@ -203,4 +213,5 @@ class Objective(Exponentials):
                 matrix = matrix.masked_fill(cancels, 0.0)
             matrices.append(matrix)
             logs.append((log_rows, log_columns))
+        self.fixed = self.processes.any(self.fixed)
         self.enter(matrices, logs)
