@@ -203,6 +203,13 @@ def test_enorm_over_four_processes(how: str, name: str, optimizer: str, bias: st
 # -- balance_ ------------------------------------------------------------------------------------------------------
 
 
+BALANCING: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("residual", {"c": 1.2}),
+    ("residual", {"parameters": ["inner.*.weight", "outer.*.weight"]}),  # a direction in which the norm is flat
+]
+
+
 def balanced(name: str, how: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     model = net(name)
     symmetry = equinorm.trace(model, example(name))
@@ -212,14 +219,12 @@ def balanced(name: str, how: str, options: dict[str, Any]) -> tuple[dict[str, Te
 
 
 @pytest.mark.parametrize("how", ["fsdp", "tensor"])
-@pytest.mark.parametrize(
-    ("name", "options"), [("llama", {}), ("residual", {"c": 1.2}), ("residual", {"parameters": ["inner", "hidden"]})]
-)
+@pytest.mark.parametrize(("name", "options"), BALANCING)
 def test_balancing_is_that_of_one_process(how: str, name: str, options: dict[str, Any], ranks: Pools) -> None:
     model = net(name)
     report = equinorm.balance_(model, example(name), **options)
     for weights, other in ranks(2).run(balanced, name, how, options):
-        assert other.converged
+        assert (other.converged, report.converged) == (True, True)
         assert (other.num_scales, other.held, other.held_in) == (report.num_scales, report.held, report.held_in)
         assert other.norm_before == pytest.approx(report.norm_before, rel=1e-12)
         assert other.norm_after == pytest.approx(report.norm_after, rel=1e-12)
@@ -492,7 +497,7 @@ def kernels_run(axis: int | None, optimizer_name: str, max_step: float) -> State
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize(("optimizer", "max_step"), [("sgd", 1e-4), ("adamw", 1e-5)])
+@pytest.mark.parametrize(("optimizer", "max_step"), [("sgd", 1e-4), ("adamw", 1e-6)])
 def test_mean_shift_rejection_is_that_of_one_process(axis: int, optimizer: str, max_step: float, ranks: Pools) -> None:
     expected = kernels_run(None, optimizer, max_step)
     assert float(expected["limited"]) > 0  # so the norm of all gradients counts

@@ -125,7 +125,7 @@ def _convert(
         _put_final_batchnorm(plan)
     report = ConvertReport(type(model).__name__, method.name, plan.ordered(plan.converted), plan.ordered(plan.kept))
     if not plan.converted and not plan.already:
-        raise ValueError(_nothing(report))
+        raise ValueError(_nothing(report, method.looks_for))
     plan.run()
     if method.init is not None and init_batch is not None and plan.converted:
         method.init(model, init_batch)
@@ -162,10 +162,10 @@ def _checked_options(method: Method, options: Mapping[str, Any]) -> dict[str, An
     return {**method.options, **options}
 
 
-def _nothing(report: ConvertReport) -> str:
+def _nothing(report: ConvertReport, looked_for: str) -> str:
     text = f"{report.model} has no module that {report.method!r} could convert"
     if not report.kept:
-        return f"{text}: the forward pass calls no norm and no linear or convolutional layer"
+        return f"{text}: the forward pass calls no {looked_for}"
     return f"{text}\n\n{kept_table(report.kept)}"
 
 

@@ -161,6 +161,14 @@ class Processes:
     def largest(self, values: Tensor) -> Tensor:
         return values
 
+    def log_sum(self, logs: Tensor) -> Tensor:
+        """The logarithms of the sums of all processes' exponentials."""
+        if self.count == 1:
+            return logs
+        top = self.largest(logs)
+        top = top.masked_fill(~torch.isfinite(top), 0.0)
+        return self.sum((logs - top).exp()).log() + top
+
     def gather(self, values: Tensor) -> list[Tensor]:
         """The values of each process."""
         return [values]

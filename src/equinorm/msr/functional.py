@@ -22,7 +22,7 @@ def window(kernel: Tensor) -> tuple[int, ...]:
 def zero_mean_init_(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Fill a kernel with U(-1, 1), take off its window means, scale each filter to length 1 (ruff2020, 3.2).
 
-    `tensor` is [filters, channels, *window] as in `nn.Conv2d.weight`; the window has more than one point.
+    `tensor` is `[filters, channels, *window]` as in `nn.Conv2d.weight`; the window has more than one point.
 
     >>> zero_mean_init_(conv.weight)
     """

@@ -15,6 +15,7 @@ from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_
 from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
+from .holding import holding
 from .interpreter import Interpreter
 from .scales import FROZEN
 from .verify import LARGEST, ROUNDS, Verification, Verifier, culprits, log_factors, relative_change, tolerance
@@ -58,12 +59,13 @@ class ScaledParameter:
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-        factor = torch.ones([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
+        # one exponential of the difference: each by itself may be out of range where their product is not
+        log_factor = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
         if self.out is not None:
-            factor = factor * self.out.log_scale(padded).exp()
+            log_factor = log_factor + self.out.log_scale(padded)
         if self.into is not None:
-            factor = factor * self.into.log_scale(padded).neg().exp()
-        return factor
+            log_factor = log_factor - self.into.log_scale(padded)
+        return log_factor.exp()
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
@@ -95,6 +97,7 @@ class Symmetry:
         self.num_scales: int = len(self.birth)
         self.processes = ALONE
         self.verification = Verification(done=False, why_not="it was not asked for")
+        self.held: tuple[str, ...] = ()  # parameters that `holding` keeps as they are
         self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
@@ -108,6 +111,10 @@ class Symmetry:
         explanation = self._explainer()
         if self.verification.frozen:
             explanation = replace(explanation, summary=f"{explanation.summary}\n{self.verification}")
+        if self.held:
+            some = ", ".join(self.held[:3]) + (f" and {len(self.held) - 3} more" if len(self.held) > 3 else "")
+            left = f"{self.num_scales:,} free scale{'' if self.num_scales == 1 else 's'} left"
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{left} while {some} stay as they are")
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
@@ -124,6 +131,20 @@ class Symmetry:
                 )
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, model=model)
+        return twin
+
+    def holding(self, names: Iterable[str]) -> Symmetry:
+        """The rescalings among these that leave the parameters of these names as they are.
+
+        >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
+        """
+        held = set(names) & {w.name for w in self.moving}
+        if not held:
+            return self
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
+        twin.parameters, twin.birth = holding(self.parameters, self.birth, held)
+        twin.num_scales = len(twin.birth)
         return twin
 
     def local(self) -> Symmetry:
@@ -204,10 +225,10 @@ def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], proce
 def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     """Where the largest value that a factor meets would overflow, or vanish; in the factor's shape."""
     axes = [a for a in range(tensor.ndim) if a >= factor.ndim or factor.shape[a] == 1]
-    sizes = tensor.detach().abs()
-    if axes:  # none would mean all of them
-        sizes = sizes.amax(axes, keepdim=True) if tensor.numel() else factor.new_zeros(())
-    largest = sizes.to(factor)
+    largest = tensor.detach().abs() if tensor.numel() else factor.new_zeros(())
+    if axes and tensor.numel():  # over no axes `amax` would take all
+        largest = largest.amax(axes, keepdim=True)
+    largest = largest.to(factor)
     limit = torch.finfo(tensor.dtype)
     after = largest * factor
     bad = ~(after <= limit.max) | ((after < limit.tiny) & (largest >= limit.tiny))
