@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,7 +188,9 @@ class Symmetry:
         factors = here.factors(log_scales)
         tensors = [here.values(name) for name in factors]
         _check_range(factors, tensors, here.processes)
-        moved = [factor.to(tensor) for factor, tensor in zip(factors.values(), tensors, strict=True)]
+        # a factor may leave the range of half precision where what it makes of a weight does not
+        exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+        moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         with tensors_kept(tensors):
             for tensor, factor in zip(tensors, moved, strict=True):
                 tensor.mul_(factor)
@@ -255,13 +258,18 @@ def trace(
     if batchnorm not in ("preserve", "ignore"):
         raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
     captured = capture(model, example_inputs, keep)
-    interpreter = Interpreter(captured, batchnorm)
-    with torch.no_grad():
+    with torch.no_grad(), _on_the_host():
+        interpreter = Interpreter(captured, batchnorm)
         interpreter.run()
-    symmetry = Symmetry(unwrap(model), captured, interpreter)
+        symmetry = Symmetry(unwrap(model), captured, interpreter)
     if batchnorm == "preserve" and verify is not False:
         return _verified(symmetry, captured, interpreter, example_inputs, asked=verify is True)
     return symmetry
+
+
+def _on_the_host() -> AbstractContextManager[Any]:
+    """Labels are computed with, so they have values also where the model was made on the meta device."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _verified(
