@@ -124,12 +124,9 @@ def balance_(
         if symmetry.tensor(w.name).is_meta:
             raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
     before = _norm(symmetry, counted, p)
-    objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
-    objective.load(symmetry.tensor)
-    solution = _within_range(symmetry, objective, tol, None if time_limit is None else traced + time_limit)
+    solution = optimum(symmetry, p, c, tol, counted, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
-    still = ~objective.free
     seconds = time.monotonic() - traced
     after = None if outputs is None else outputs_of(symmetry.model, example_inputs)
     return BalanceReport(
@@ -140,11 +137,58 @@ def balance_(
         seconds=seconds,
         converged=solution.converged,
         num_scales=symmetry.num_scales,
-        held=int(still.sum()),
-        held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
+        held=int(solution.still.sum()),
+        held_in=solution.held_in,
         trace_seconds=traced - start,
         output_change=None if outputs is None or after is None else relative_change(after, outputs),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """Where the norm is least, and what was left where it is."""
+
+    log_scales: Tensor
+    imbalance: float
+    iterations: int
+    converged: bool
+    still: Tensor  # scales that do not move: dead units, non-finite weights, what would leave a dtype's range
+    held_in: tuple[str, ...]  # parameters that hold them
+    passes: int  # of the solver over the weights
+
+
+def optimum(
+    symmetry: Symmetry, p: float, c: float, tol: float, counted: Counts, deadline: float | None = None
+) -> Optimum:
+    """The log-scales of least norm, of the values that `symmetry.tensor` gives; nothing is written.
+
+    >>> found = optimum(symmetry, 2.0, 1.0, 1e-8, counting(symmetry, None))
+    """
+    objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
+    objective.load(symmetry.tensor)
+    passes = _counting_passes(objective)
+    solution = _within_range(symmetry, objective, tol, deadline)
+    still = ~objective.free
+    return Optimum(
+        solution.log_scales, solution.imbalance, solution.iterations, solution.converged, still,
+        tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)), len(passes),
+    )  # fmt: skip
+
+
+def _counting_passes(objective: Objective) -> list[str]:
+    """A list that grows with every pass of the solver over the sums of an objective."""
+    passes: list[str] = []
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            passes.append(name)
+            return method(*arguments)
+
+        return call
+
+    for name in ("at", "hessian_times", "hessian_between"):
+        setattr(objective, name, noted(name, getattr(objective, name)))
+    return passes
 
 
 def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None, **options: Any) -> Symmetry:
