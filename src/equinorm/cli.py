@@ -194,6 +194,7 @@ class Balance:
         return None if self.output.suffix in checkpoints.SUFFIXES else folder
 
     def _balance_folder(self, folder: str) -> None:
+        import resource
         from time import monotonic
 
         from .balance import BalanceReport, counting
@@ -213,7 +214,7 @@ class Balance:
             raise UserError(f"what does {self.model} take? Give the shape of its input, such as --input 1,3,224,224")
 
         def examples(model: nn.Module) -> list[Any]:
-            return [sources.example_inputs(inputs, model, seed) for seed in range(2)]
+            return [sources.example_inputs(sources.fitting(inputs, model), model, seed) for seed in range(2)]
 
         begun = monotonic()
         with _step("tracing"):
@@ -223,6 +224,7 @@ class Balance:
             except (TraceError, ValueError) as error:
                 raise UserError(str(error)) from error
         traced = monotonic()
+        program = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # no weight was read up to here
         if not symmetry.num_scales:
             raise UserError(f"nothing to rescale: no scale of {self.model} is free. `equinorm trace` says why")
         say(
@@ -268,7 +270,7 @@ class Balance:
             _print_json({
                 "model": self.model, "checkpoint": folder, "output": None if self.output is None else str(self.output),
                 **asdict(report), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
-                "largest_shard": held.largest_shard,
+                "largest_shard": held.largest_shard, "program_bytes": program,
             })  # fmt: skip
 
 
@@ -531,7 +533,7 @@ class Bench:
 
     parts: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments."),
+        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint."),
     ] = ()
     only: Annotated[
         UseAppendAction[tuple[str, ...]],
@@ -821,15 +823,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command.run()
         sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except UserError as error:
         print(f"equinorm: {_one_line(str(error))}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if os.environ.get("EQUINORM_TRACEBACK"):
+            raise
+        said = _one_line(str(error)) or "no reason given"
+        print(
+            f"equinorm: unexpected {type(error).__name__}: {said} (EQUINORM_TRACEBACK=1 shows where; please report it)",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("equinorm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0

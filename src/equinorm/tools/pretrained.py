@@ -714,7 +714,9 @@ def _check_slice(
                 _fill(model, bound, layers)
                 found.append(verify.outputs_in(model, examples(model), dtype))
             break
-        except (RuntimeError, TypeError) as error:
+        except (UserError, _NoSliceError):
+            raise
+        except Exception as error:  # it is the user's model that runs
             found = []
             reason = first_line(error)
     if not found:

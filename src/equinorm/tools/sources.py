@@ -17,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -63,6 +63,14 @@ def parse_input(text: str) -> Input:
             "of the argument input_ids=1,16:int64"
         ) from None
     return Input(shape, dtype, name or None)
+
+
+def fitting(inputs: Sequence[Input], model: nn.Module) -> tuple[Input, ...]:
+    """The same inputs for a model of the same kind with fewer words."""
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(words, int):
+        return tuple(inputs)
+    return tuple(replace(i, below=min(i.below, words)) if i.below is not None else i for i in inputs)
 
 
 def without_values(inputs: Any) -> Any:

@@ -24,7 +24,7 @@ def outputs(model: nn.Module, examples: Sequence[Any]) -> tuple[list[Tensor], to
     """
     try:
         return outputs_in(copy.deepcopy(model).double(), examples, torch.float64), torch.float64
-    except (RuntimeError, TypeError):
+    except Exception:  # tried again below, where it is told
         single = copy.deepcopy(model).float()
     try:
         return outputs_in(single, examples, torch.float32), torch.float32
