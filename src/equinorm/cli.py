@@ -482,6 +482,29 @@ class Campaign:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Train CIFAR-10 to 94 % without batch statistics, beside a BatchNorm twin, in turn; print accuracy and seconds."""
+
+    data_dir: Annotated[Path, arg(metavar="DIR", help="Holds cifar-10-batches-bin.")] = Path("data")
+    out: Annotated[Path, arg(metavar="DIR", help="Where runs are logged; those that are there are not repeated.")] = (
+        Path("out/record")
+    )
+    n: Annotated[int, arg(metavar="N", help="Runs of each net.")] = 20
+    device: Device = None
+    toy: Annotated[bool, arg(help="A tiny net on noise, on any machine: to see that it runs.")] = False
+
+    def run(self) -> None:
+        from .lab.record.run import record
+
+        if self.n < 1:
+            raise _user_error(f"--n is how often each net is trained, at least 1, got {self.n}")
+        try:
+            print(record(self.data_dir, self.out, self.n, self.toy, self.device))
+        except (RuntimeError, FileNotFoundError) as error:
+            raise _user_error(str(error)) from error
+
+
+@dataclass(frozen=True)
 class Report:
     """Put every number next to the paper's: README.md, index.html and figures, from the runs in the results folder."""
 
@@ -589,6 +612,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Campaign, tyro.conf.subcommand("campaign")]
+    | Annotated[Record, tyro.conf.subcommand("record")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.flat import refuse_flat_model
+from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
+from .holding import holding
 from .interpreter import Interpreter
 from .scales import FROZEN
 from .verify import LARGEST, ROUNDS, Verification, Verifier, culprits, log_factors, relative_change, tolerance
@@ -35,6 +38,10 @@ class Term:
     def to(self, device: torch.device) -> Term:
         return Term(self.index.to(device), self.exponent.to(device))
 
+    def within(self, part: Part) -> Term:
+        """On a part of the parameter's elements."""
+        return Term(part.of(self.index), part.of(self.exponent))
+
 
 @dataclass(frozen=True, eq=False)
 class ScaledParameter:
@@ -47,19 +54,26 @@ class ScaledParameter:
     multiplicative: bool  # weights and gains count in the norm, biases and offsets do not
     depth: int  # linear layers between it and the output, on the longest path
     fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, along a last axis of their own
+    share: float = 1.0  # by what a sum over its elements is multiplied: below 1 where other processes hold copies
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-        factor = torch.ones([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
+        # one exponential of the difference: each by itself may be out of range where their product is not
+        log_factor = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
         if self.out is not None:
-            factor = factor * self.out.log_scale(padded).exp()
+            log_factor = log_factor + self.out.log_scale(padded)
         if self.into is not None:
-            factor = factor * self.into.log_scale(padded).neg().exp()
-        return factor
+            log_factor = log_factor - self.into.log_scale(padded)
+        return log_factor.exp()
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
         return replace(self, out=out, into=into, fan_in=fan_in)
+
+    def within(self, part: Part, share: float = 1.0) -> ScaledParameter:
+        """On the part of its elements that this process holds."""
+        out, into, fan_in = (None if t is None else t.within(part) for t in (self.out, self.into, self.fan_in))
+        return replace(self, shape=part.shape, out=out, into=into, fan_in=fan_in, share=share)
 
     @property
     def moves(self) -> bool:
@@ -80,7 +94,9 @@ class Symmetry:
         self.model = model
         self.parameters, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
+        self.processes = ALONE
         self.verification = Verification(done=False, why_not="it was not asked for")
+        self.held: tuple[str, ...] = ()  # parameters that `holding` keeps as they are
         self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
@@ -94,11 +110,18 @@ class Symmetry:
         explanation = self._explainer()
         if self.verification.frozen:
             explanation = replace(explanation, summary=f"{explanation.summary}\n{self.verification}")
+        if self.held:
+            some = ", ".join(self.held[:3]) + (f" and {len(self.held) - 3} more" if len(self.held) > 3 else "")
+            left = f"{self.num_scales:,} free scale{'' if self.num_scales == 1 else 's'} left"
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{left} while {some} stay as they are")
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
-        """The same symmetry on another copy of the model (an average of its weights, a deepcopy)."""
+        """The same symmetry on another copy of the model: an average of its weights, a deepcopy, a sharded one."""
+        refuse_flat_model(model)
         model = unwrap(model)
+        refuse_flat_model(model)
+        reshard(model)
         for parameter in self.moving:
             other = _parameter(model, parameter.name)
             if other.shape != parameter.shape:
@@ -107,6 +130,37 @@ class Symmetry:
                 )
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, model=model)
+        return twin
+
+    def holding(self, names: Iterable[str]) -> Symmetry:
+        """The rescalings among these that leave the parameters of these names as they are.
+
+        >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
+        """
+        held = set(names) & {w.name for w in self.moving}
+        if not held:
+            return self
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
+        twin.parameters, twin.birth = holding(self.parameters, self.birth, held)
+        twin.num_scales = len(twin.birth)
+        return twin
+
+    def local(self) -> Symmetry:
+        """The same on the parts of parameters that this process holds; itself where they are not sharded.
+
+        `processes` are those that hold parts. Sums over elements are theirs together.
+        """
+        if self.processes is not ALONE:
+            return self
+        tensors = {p.name: self.tensor(p.name) for p in self.parameters}
+        processes = processes_of(tensors.values())
+        if processes is ALONE:
+            return self
+        parts = {name: part_of(tensor, name) for name, tensor in tensors.items()}
+        parameters = [p.within(parts[p.name], parts[p.name].share(processes)) for p in self.parameters]
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, parameters=parameters, processes=processes)
         return twin
 
     @property
@@ -118,6 +172,10 @@ class Symmetry:
         """A parameter of the bound model."""
         return _parameter(self.model, name)
 
+    def values(self, name: str) -> Tensor:
+        """The elements of a parameter that this process holds."""
+        return local(self.tensor(name))
+
     @torch.no_grad()
     def rescale_(self, log_scales: Tensor) -> None:
         """Multiply every scale variable by exp(log_scales), in place: all, or nothing if anything is raised.
@@ -125,10 +183,10 @@ class Symmetry:
         Args:
             log_scales: `num_scales` real numbers, any element of the symmetry group.
         """
-        factors = self.factors(log_scales)
-        for name, factor in factors.items():
-            check_range(name, self.tensor(name), factor)
-        tensors = [self.tensor(name) for name in factors]
+        here = self.local()
+        factors = here.factors(log_scales)
+        tensors = [here.values(name) for name in factors]
+        _check_range(factors, tensors, here.processes)
         moved = [factor.to(tensor) for factor, tensor in zip(factors.values(), tensors, strict=True)]
         with tensors_kept(tensors):
             for tensor, factor in zip(tensors, moved, strict=True):
@@ -145,21 +203,29 @@ class Symmetry:
         return {p.name: p.factor(padded) for p in self.moving}
 
 
-def check_range(name: str, tensor: Tensor, factor: Tensor) -> None:
+def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], processes: Processes) -> None:
     """Refuse, before anything is changed, a tensor without data and a factor that leaves the range of its dtype."""
-    if tensor.is_meta:
-        raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
-    if bool(out_of_range(tensor, factor).any()):
-        raise OverflowError(
-            f"rescaling {name!r} by factors from {factor.min():.3g} to {factor.max():.3g} leaves the range of "
-            f"{tensor.dtype}; use smaller log_scales or a wider dtype"
-        )
+    beyond = []
+    for (name, factor), tensor in zip(factors.items(), tensors, strict=True):
+        if tensor.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
+        beyond.append(out_of_range(tensor, factor).any().cpu())
+    flags = processes.any(torch.stack(beyond)).tolist() if beyond else []
+    for flag, (name, factor), tensor in zip(flags, factors.items(), tensors, strict=True):
+        if flag:
+            by = f" by factors from {factor.min():.3g} to {factor.max():.3g}" if factor.numel() else ""
+            raise OverflowError(
+                f"rescaling {name!r}{by} leaves the range of {tensor.dtype}; use smaller log_scales or a wider dtype"
+            )
 
 
 def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     """Where the largest value that a factor meets would overflow, or vanish; in the factor's shape."""
     axes = [a for a in range(tensor.ndim) if a >= factor.ndim or factor.shape[a] == 1]
-    largest = tensor.detach().abs().amax(axes, keepdim=True).to(factor) if tensor.numel() else factor.new_zeros(())
+    largest = tensor.detach().abs() if tensor.numel() else factor.new_zeros(())
+    if axes and tensor.numel():  # over no axes `amax` would take all
+        largest = largest.amax(axes, keepdim=True)
+    largest = largest.to(factor)
     limit = torch.finfo(tensor.dtype)
     after = largest * factor
     bad = ~(after <= limit.max) | ((after < limit.tiny) & (largest >= limit.tiny))

@@ -31,6 +31,7 @@ from ..balance import Counts, counting, optimum
 from ..criteria.norm import layouts
 from ..errors import UserError
 from ..files import appearing, write_text
+from ..models.sharding import ALONE
 from ..symmetry import ScaledParameter, Symmetry, Term
 from ..symmetry.capture import PLAIN_DTYPES
 from . import verify
@@ -342,22 +343,24 @@ class Part(Symmetry):
         self.parameters = [_renumbered(w, local) for w in parameters]
         self.birth = whole.birth[self.variables]
         self.num_scales = len(self.variables)
+        self.processes = ALONE
         self.tensors: dict[str, Tensor] = {}
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
 
     def solver_bytes(self, p: float, counts: Counts) -> int:
-        """What the solver needs for this part: its sums in float64, and the largest weight twice while it is read."""
+        """What the solver needs for this part: its sums in float64 and once more in float32, and the largest weight
+        twice in float64 while it is read."""
         sums = [x.view[0] * x.view[2] * x.view[5] for x in layouts(self, p, 1.0, counts)]
-        return 8 * (sum(sums) + 2 * max((w.shape.numel() for w in self.parameters), default=0))
+        return 12 * sum(sums) + 16 * max((w.shape.numel() for w in self.parameters), default=0)
 
 
 def _renumbered(w: ScaledParameter, local: Tensor) -> ScaledParameter:
     def term(t: Term | None) -> Term | None:
         return None if t is None else Term(local[t.index], t.exponent)
 
-    return ScaledParameter(w.name, w.shape, term(w.out), term(w.into), w.multiplicative, w.depth, term(w.fan_in))
+    return replace(w, out=term(w.out), into=term(w.into), fan_in=term(w.fan_in))
 
 
 def parts(symmetry: Symmetry) -> list[Part]:
