@@ -126,6 +126,7 @@ def balance_(
     before = _norm(symmetry, counted, p)
     objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
     objective.load(symmetry.tensor)
+    objective.fixed[:-1] |= symmetry.absorbed  # no norm of weights has a minimum there
     solution = _within_range(symmetry, objective, tol, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)

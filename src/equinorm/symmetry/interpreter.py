@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from . import labels as lb
 from .capture import Captured, Memory, is_inplace, keeps_labels, memory_of, written_by
+from .invariances import Norms
 from .scales import FROZEN, ZERO, Scales
 from .values import Form, Role, Value, activation, axes_of, frozen, known
 
@@ -72,9 +73,10 @@ def _holds_less(dtype: torch.dtype, than: torch.dtype) -> bool:
 class Interpreter:
     """Runs the graph on labels. Rules (see `rules/`) are called with it and an op's arguments."""
 
-    def __init__(self, captured: Captured, batchnorm: str = "preserve") -> None:
+    def __init__(self, captured: Captured, batchnorm: str = "preserve", norms: Norms | None = None) -> None:
         self.captured = captured
         self.batchnorm = batchnorm
+        self.norms = norms  # where norms absorb scales: their ε, which follow
         self.scales = Scales()
         self.forms: dict[str, Form] = {}
         self.nodes: list[fx.Node] = []  # every node met, in order; scales and roles refer to them by index
@@ -92,6 +94,8 @@ class Interpreter:
         inputs = [self._placeholder(name) for name in program.placeholders]
         outputs = self.graph(program.module, inputs)
         self.freeze(*self._tensors(outputs))  # what leaves the model keeps its scale
+        if self.norms is not None:
+            self.norms.finish(self)
 
     def graph(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Interpret one graph; called again for the sub-graphs of `no_grad` and autocast regions."""
@@ -371,6 +375,14 @@ class Interpreter:
         """Demand that the elements of a parameter scale by s[plus] / s[minus] (label tensors of the value's shape)."""
         assert value.parameter is not None
         form = self.forms[value.parameter]
+        if form.shift != value.shift and not role.freezes:
+            if any(not other.freezes for other in form.roles):  # w and 1 + w cannot both scale
+                for labels in (plus, minus):
+                    if labels is not None:
+                        self.scales.freeze(lb.narrowed(labels), self.now)
+                role = Role(self.now, multiplies=False, freezes=True)
+                plus, minus, value = lb.constant(FROZEN, value.shape), None, replace(value, shift=form.shift)
+            form.shift = value.shift
         form.roles.append(role)
         new_plus = self._to_parameter(value, form.shape, plus)
         new_minus = None if minus is None else self._to_parameter(value, form.shape, minus)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
 from .interpreter import Interpreter
+from .invariances import MODES, Carried, Norms
 from .scales import FROZEN
 from .verify import LARGEST, ROUNDS, Verification, Verifier, culprits, log_factors, relative_change, tolerance
 
@@ -47,6 +49,13 @@ class ScaledParameter:
     multiplicative: bool  # weights and gains count in the norm, biases and offsets do not
     depth: int  # linear layers between it and the output, on the longest path
     fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, along a last axis of their own
+    shift: float = 0.0  # the factor multiplies w + shift: 1 for a gain that is stored minus 1
+
+    def moved(self, tensor: Tensor, factor: Tensor) -> Tensor:
+        """A tensor after the move, in its dtype."""
+        if not self.shift:
+            return tensor * factor.to(tensor)
+        return ((tensor.double() + self.shift) * factor.to(tensor.device) - self.shift).to(tensor.dtype)
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
@@ -78,7 +87,7 @@ class Symmetry:
 
     def __init__(self, model: nn.Module, captured: Captured, interpreter: Interpreter) -> None:
         self.model = model
-        self.parameters, self.birth = _compile(interpreter)
+        self.parameters, self.carried, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
         self.verification = Verification(done=False, why_not="it was not asked for")
         self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
@@ -94,6 +103,9 @@ class Symmetry:
         explanation = self._explainer()
         if self.verification.frozen:
             explanation = replace(explanation, summary=f"{explanation.summary}\n{self.verification}")
+        if self.carried:
+            follow = f"what norms absorb: {len(self.carried)} numbers and statistics of theirs follow"
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{follow}")
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
@@ -105,6 +117,8 @@ class Symmetry:
                 raise ValueError(
                     f"{parameter.name} has shape {tuple(other.shape)} there and {tuple(parameter.shape)} here"
                 )
+        for carried in self.carried:
+            carried.value(model)
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, model=model)
         return twin
@@ -113,6 +127,16 @@ class Symmetry:
     def moving(self) -> list[ScaledParameter]:
         """The parameters with at least one free scale."""
         return [p for p in self.parameters if p.moves]
+
+    @property
+    def absorbed(self) -> Tensor:
+        """Which scales a norm absorbs (or a gain that is stored minus 1 carries): no norm of weights has a minimum
+        there, so what looks for one holds them."""
+        held = torch.zeros(self.num_scales + 1, dtype=torch.bool)
+        shifted = [term for w in self.parameters if w.shift for term in (w.out, w.into) if term is not None]
+        for term in (*(carried.term for carried in self.carried), *shifted):
+            held[term.index.reshape(-1)] = True
+        return held[:-1]
 
     def tensor(self, name: str) -> Tensor:
         """A parameter of the bound model."""
@@ -128,21 +152,61 @@ class Symmetry:
         factors = self.factors(log_scales)
         for name, factor in factors.items():
             check_range(name, self.tensor(name), factor)
+        others = self.others(log_scales)
         tensors = [self.tensor(name) for name in factors]
         moved = [factor.to(tensor) for factor, tensor in zip(factors.values(), tensors, strict=True)]
-        with tensors_kept(tensors):
-            for tensor, factor in zip(tensors, moved, strict=True):
-                tensor.mul_(factor)
+        given = [(self._tensor(name), value) for name, value in others.items() if isinstance(value, Tensor)]
+        with tensors_kept([*tensors, *(tensor for tensor, _ in given)]), self._numbers_kept():
+            for name, tensor, factor in zip(factors, tensors, moved, strict=True):
+                if name not in others:
+                    tensor.mul_(factor)
+            for tensor, value in given:
+                tensor.copy_(value)
+            for carried in self.carried:
+                if not isinstance(value := others[carried.name], Tensor):
+                    setattr(self.model.get_submodule(carried.module), carried.attribute, value)
+
+    def others(self, log_scales: Tensor) -> dict[str, Tensor | float]:
+        """What the numbers, statistics and shifted gains become that a factor alone does not move, by name."""
+        padded = self._padded(log_scales)
+        found: dict[str, Tensor | float] = {c.name: c.moved(self.model, padded) for c in self.carried}
+        for w in self.moving:
+            if w.shift:
+                found[w.name] = w.moved(self.tensor(w.name).detach(), w.factor(padded))
+        return found
+
+    def _tensor(self, name: str) -> Tensor:
+        """A parameter or a buffer of the bound model."""
+        path, _, leaf = name.rpartition(".")
+        found = getattr(self.model.get_submodule(path), leaf)
+        assert isinstance(found, Tensor)
+        return found
+
+    @contextmanager
+    def _numbers_kept(self) -> Iterator[None]:
+        """Numbers on modules are what they were if the block raises."""
+        owners = [(self.model.get_submodule(c.module), c.attribute) for c in self.carried]
+        before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in owners]
+        try:
+            yield
+        except BaseException:
+            for owner, attribute, value in before:
+                if not isinstance(value, Tensor):
+                    setattr(owner, attribute, value)
+            raise
 
     def factors(self, log_scales: Tensor) -> dict[str, Tensor]:
         """The positive factor on each parameter, broadcastable to its shape, in float64."""
+        padded = self._padded(log_scales)
+        return {p.name: p.factor(padded) for p in self.moving}
+
+    def _padded(self, log_scales: Tensor) -> Tensor:
         log_scales = torch.as_tensor(log_scales, dtype=torch.float64, device="cpu")
         if log_scales.shape != (self.num_scales,):
             raise ValueError(f"log_scales must have shape ({self.num_scales},), got {tuple(log_scales.shape)}")
         if not bool(torch.isfinite(log_scales).all()):
             raise ValueError("log_scales must be finite")
-        padded = torch.cat([log_scales, log_scales.new_zeros(1)])
-        return {p.name: p.factor(padded) for p in self.moving}
+        return torch.cat([log_scales, log_scales.new_zeros(1)])
 
 
 def check_range(name: str, tensor: Tensor, factor: Tensor) -> None:
@@ -173,6 +237,7 @@ def trace(
     keep: Iterable[str] = (),
     batchnorm: str = "preserve",
     verify: bool | None = None,
+    invariances: bool | str = False,
 ) -> Symmetry:
     """Find every positive rescaling of a model's parameters that leaves its function unchanged.
 
@@ -185,11 +250,21 @@ def trace(
             the rescalings found change the function of a net with BatchNorm.
         verify: whether to run the model once as it is and once with all scales moved, on copies, and to freeze what
             changes the outputs. By default where that costs less than the trace; `symmetry.verification` says.
+        invariances: True: norms take the scale of what they read, one for a module, and their ε (and running
+            statistics) change with the weights. "inference": BatchNorm in evaluation one per channel, carried by its
+            running statistics, which later training would not find useful. No norm of weights has a minimum along
+            these directions (`symmetry.absorbed`): `balance_` to the least norm leaves them where they are.
     """
     if batchnorm not in ("preserve", "ignore"):
         raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
+    if invariances not in MODES:
+        raise ValueError(f"invariances must be True, False or 'inference', got {invariances!r}")
+    if invariances and batchnorm == "ignore":
+        raise ValueError(
+            "batchnorm='ignore' takes BatchNorm for absent, so there is nothing that invariances could find"
+        )
     captured = capture(model, example_inputs, keep)
-    interpreter = Interpreter(captured, batchnorm)
+    interpreter = Interpreter(captured, batchnorm, Norms(unwrap(model), invariances) if invariances else None)
     with torch.no_grad():
         interpreter.run()
     symmetry = Symmetry(unwrap(model), captured, interpreter)
@@ -217,15 +292,17 @@ def _verified(
     frozen: list[str] = []
     while True:
         log_scales = log_factors(symmetry.num_scales, small)
+        if any(carried.shift for carried in symmetry.carried):
+            log_scales = log_scales.abs()  # a variance that grows stays positive
         integral = all(
             bool((term.exponent == term.exponent.round()).all())
             for w in symmetry.moving for term in (w.out, w.into) if term is not None
-        )  # fmt: skip
+        ) and not any(w.shift for w in symmetry.moving)  # fmt: skip
         limit = tolerance(before, exact=integral)
 
         def change(groups: list[int], s: Symmetry = symmetry, log_scales: Tensor = log_scales) -> float:
             moved = torch.where(torch.isin(s.birth, torch.tensor(groups)), log_scales, 0.0)
-            return relative_change(verifier.run(s.factors(moved)), before)
+            return relative_change(verifier.run(s.factors(moved), s.others(moved)), before)
 
         groups = symmetry.birth.unique().tolist()
         total = change(groups) if groups else 0.0
@@ -252,7 +329,7 @@ def _parameter(model: nn.Module, name: str) -> Tensor:
 # -- from labels to variables ------------------------------------------------------------------------------------------
 
 
-def _compile(t: Interpreter) -> tuple[list[ScaledParameter], Tensor]:
+def _compile(t: Interpreter) -> tuple[list[ScaledParameter], list[Carried], Tensor]:
     """Number the free scales that act on some parameter, in forward order, and express every form by them."""
     acting = acting_roots(t)
     number = torch.full((t.scales.size,), len(acting))
@@ -266,24 +343,32 @@ def _compile(t: Interpreter) -> tuple[list[ScaledParameter], Tensor]:
         index = number[torch.where(labels > FROZEN, roots, FROZEN)]
         return Term(index, exponents) if bool((index < len(acting)).any()) else None
 
-    found = []
+    found, carried = [], []
+    make = {} if t.norms is None else t.norms.carried
     for name, form in t.forms.items():
         if not form.roles:
             continue
         out, into = term(form.plus), term(form.minus)
+        if name in make:
+            if out is not None:
+                carried.append(make[name](out))
+            continue
         owners = [role.fan_in for role in form.roles if role.fan_in is not None]
         factors = [role.node for role in form.roles if role.multiplies] or [role.node for role in form.roles]
         fan_in = None if form.multiplicative or not owners else term(owners[0])
         found.append(
-            ScaledParameter(name, form.shape, out, into, form.multiplicative, max(depth[n] for n in factors), fan_in)
+            ScaledParameter(
+                name, form.shape, out, into, form.multiplicative, max(depth[n] for n in factors), fan_in, form.shift
+            )
         )
-    return found, t.scales.birth(acting)
+    return found, carried, t.scales.birth(acting)
 
 
 def acting_roots(t: Interpreter) -> Tensor:
     """Roots of free scales that change at least one parameter; sorted, which is the order of the graph."""
     acting: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
-    for form in t.forms.values():
+    numbers = () if t.norms is None else t.norms.carried
+    for form in (form for name, form in t.forms.items() if name not in numbers):
         sides = [_free_roots(t, term) for term in (form.plus, form.minus) if term is not None]
         if len(sides) < 2:
             acting += sides

@@ -76,16 +76,25 @@ class Verifier:
             raise CannotRunError("an input of integers is on the meta device, so its values are not known")
         return leaf.detach()
 
-    def run(self, factors: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        """The output tensors with these factors on these parameters, in the model's present mode."""
-        copies = self._copies(factors or {})
+    def run(
+        self, factors: Mapping[str, Tensor] | None = None, others: Mapping[str, Tensor | float] | None = None
+    ) -> list[Tensor]:
+        """The output tensors with these factors on these parameters, in the model's present mode.
+
+        `others` are new values of buffers, of parameters and of numbers on modules, by name.
+        """
+        copies = self._copies(factors or {}, others or {})
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
         with torch.no_grad(), undisturbed(self.model), forgotten(self.model), _attributes_kept(self.model):
             torch.manual_seed(0)
+            for name, value in (others or {}).items():
+                path, _, leaf = name.rpartition(".")
+                if not isinstance(value, Tensor):
+                    setattr(self.model.get_submodule(path), leaf, value)
             out = functional_call(self.model, copies, args, kwargs, tie_weights=False)
         return [leaf.detach() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
-    def _copies(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _copies(self, factors: Mapping[str, Tensor], others: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
         """Copies of the buffers and of the parameters that move, once for each module that holds them.
 
         A module with two names is given once: `functional_call` would take its first copy for what it has to put back.
@@ -93,6 +102,10 @@ class Verifier:
         moved = {id(w := self.model.get_parameter(name)): w.detach() * f.to(w) for name, f in factors.items()}
         cloned = {id(buffer): buffer.detach().clone() for buffer in self.model.buffers()}
         of_tensor = {**moved, **cloned}
+        for name, value in others.items():
+            if isinstance(value, Tensor):
+                path, _, leaf = name.rpartition(".")
+                of_tensor[id(getattr(self.model.get_submodule(path), leaf))] = value.clone()
         return {
             f"{path}.{key}" if path else key: of_tensor[id(tensor)]
             for path, module in self.model.named_modules()

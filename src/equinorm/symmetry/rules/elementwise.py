@@ -193,8 +193,13 @@ def cast(t: Interpreter, a: Arguments) -> Any:
 
 @rule("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "rsub.Tensor")
 def addition(t: Interpreter, a: Arguments) -> Any:
-    a["alpha"]
-    return add(t, as_value(a["self"]), as_value(a["other"]))
+    alpha = a["alpha"]
+    x, y = a["self"], a["other"]
+    if t.norms is not None and t.op_name.rstrip("_") == "add" and alpha in (None, 1) and isinstance(x, Value):
+        number = y.known.item() if isinstance(y, Value) and y.known is not None and y.known.ndim == 0 else y
+        if (made := t.norms.added(t, x, number) or t.norms.shifted(t, x, number)) is not None:
+            return made
+    return add(t, as_value(x), as_value(y))
 
 
 @rule("maximum.default", "minimum.default", "max.other", "min.other", "fmax.default", "fmin.default", "hypot.default")
