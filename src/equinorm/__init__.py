@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import caps, diagnostics, enorm, equilibrium, msr, nn, normprop, norms, skipinit, unitfilters, weightnorm
+    from . import (
+        caps,
+        diagnostics,
+        enorm,
+        equilibrium,
+        integrations,
+        msr,
+        nn,
+        normprop,
+        norms,
+        skipinit,
+        unitfilters,
+        weightnorm,
+    )
     from .balance import BalanceReport, balance_
     from .conversion import convert, fold
     from .enorm.enorm import ENorm
@@ -55,6 +68,7 @@ _HOME = {
     "enorm": "",
     "equilibrium": "",
     "fold": "conversion",
+    "integrations": "",
     "mean_shift_rejection_": "msr.apply",
     "methods": "registry",
     "msr": "",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .criteria.norm import Objective, layouts
+from .models.frozen import Frozen, check_frozen, trains, untrained
 from .solver import Solution, hold_unbalanced, minimise
 from .symmetry import ScaledParameter, Symmetry, trace
 from .symmetry.symmetry import out_of_range
@@ -46,21 +47,30 @@ class BalanceReport:
     held_in: tuple[str, ...]  # parameters that hold them
     trace_seconds: float
     output_change: float | None = None  # by how much outputs moved, relatively; None where that was not measured
+    frozen: Frozen = "move"  # whether parameters without gradients were kept or moved
+    kept: tuple[str, ...] = ()  # parameters without gradients that stayed as they are
 
     def __str__(self) -> str:
         if not self.num_scales:
-            return "nothing to rescale: the model has no free scale (print equinorm.trace(...).explain() to see why)"
+            why = "print equinorm.trace(...).explain() to see why"
+            return f"nothing to rescale: the model has no free scale ({why}){self._kept()}"
         verdict = "at the optimum" if self.converged else "NOT at the optimum"
         where = ", ".join(self.held_in[:3]) + (", ..." if len(self.held_in) > 3 else "")
         held = f"; {self.held:,} held where they were ({where})" if self.held else ""
         return (
             f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}, {verdict} (imbalance {self.imbalance:.1e}) over "
             f"{self.num_scales - self.held:,} scales{held}; {self.iterations} iterations, {self.seconds:.2f} s"
-            f"{self._outputs()}"
+            f"{self._outputs()}{self._kept()}"
         )
 
     def _outputs(self) -> str:
         return "" if self.output_change is None else f"; outputs moved by {self.output_change:.1e}"
+
+    def _kept(self) -> str:
+        if not self.kept:
+            return ""
+        some = ", ".join(self.kept[:3]) + (", ..." if len(self.kept) > 3 else "")
+        return f'; {len(self.kept)} frozen parameters stayed ({some}; frozen="move" moves them)'
 
     def _repr_html_(self) -> str:
         """The same as a small table, for notebooks."""
@@ -72,6 +82,7 @@ class BalanceReport:
             "held": f"{self.held:,}" + (f" (in {', '.join(self.held_in)})" if self.held else ""),
             "iterations": f"{self.iterations}, {self.seconds:.2f} s",
             "change of the outputs": self._outputs().removeprefix("; outputs moved by ") or "not measured",
+            **({"frozen parameters": f"stayed: {', '.join(self.kept)}"} if self.kept else {}),
         }
         cells = (f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
         return f"<table>{''.join(cells)}</table>" if self.num_scales else f"<p>{escape(str(self))}</p>"
@@ -89,6 +100,7 @@ def balance_(
     keep: Iterable[str] = (),
     symmetry: Symmetry | None = None,
     verify: bool | None = None,
+    frozen: Frozen | None = None,
 ) -> BalanceReport:
     """Rescale a model in place to the least Lp norm among all networks that compute the same function.
 
@@ -108,12 +120,20 @@ def balance_(
         keep: names or patterns of parameters that must not move, or of modules, which stand for all that is in them.
         symmetry: from `equinorm.trace`, to save tracing again.
         verify: as in `equinorm.trace`; where it was done, the report also says by how much the outputs moved.
+        frozen: "keep" leaves parameters with `requires_grad=False` as they are, "move" moves them too. By default they
+            are kept where others require gradients (a base under an adapter), and move where none does (a net for
+            inference). The report says which it was and what stayed.
     """
+    if frozen is not None:
+        check_frozen(frozen)
     for name, number in (("p", p), ("c", c), ("tol", tol)):
         if not 0 < number < float("inf"):
             raise ValueError(f"{name} must be a positive number, got {number!r}")
     start = time.monotonic()
     symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, verify=verify)
+    frozen = frozen or ("keep" if trains(symmetry.model) else "move")
+    kept = untrained(symmetry) if frozen == "keep" else ()
+    symmetry = symmetry.holding(kept)
     looks = example_inputs is not None and (verify or symmetry.verification.done)
     outputs = outputs_of(symmetry.model, example_inputs) if looks else None
     traced = time.monotonic()
@@ -123,11 +143,14 @@ def balance_(
     for w in symmetry.moving:
         if symmetry.tensor(w.name).is_meta:
             raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
-    before = _norm(symmetry, counted, p)
-    objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
-    objective.load(symmetry.tensor)
+    here = symmetry.local()
+    before = _norm(here, counted, p)
+    counting_here = layouts(here, p, c, counted)
+    cpu = torch.device("cpu")
+    objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, here.processes)
+    objective.load(here.values)
     objective.fixed[:-1] |= symmetry.absorbed  # no norm of weights has a minimum there
-    solution = _within_range(symmetry, objective, tol, None if time_limit is None else traced + time_limit)
+    solution = _within_range(here, objective, tol, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
     still = ~objective.free
@@ -135,7 +158,7 @@ def balance_(
     after = None if outputs is None else outputs_of(symmetry.model, example_inputs)
     return BalanceReport(
         norm_before=before,
-        norm_after=_norm(symmetry, counted, p),
+        norm_after=_norm(here, counted, p),
         imbalance=solution.imbalance,
         iterations=solution.iterations,
         seconds=seconds,
@@ -145,6 +168,8 @@ def balance_(
         held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
         trace_seconds=traced - start,
         output_change=None if outputs is None or after is None else relative_change(after, outputs),
+        frozen=frozen,
+        kept=kept,
     )
 
 
@@ -201,9 +226,9 @@ def _norm(symmetry: Symmetry, counted: Counts, p: float) -> float:
     """The Lp norm of the parameters that count, in float64."""
     total = 0.0
     for w in symmetry.parameters:
-        if counted(w) and (tensor := symmetry.tensor(w.name).detach()).numel():
-            total += float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
-    return float(total ** (1.0 / p))
+        if counted(w) and (tensor := symmetry.values(w.name).detach()).numel():
+            total += w.share * float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
+    return float(symmetry.processes.sum(torch.tensor(total, dtype=torch.float64))) ** (1.0 / p)
 
 
 def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline: float | None) -> Solution:
@@ -211,7 +236,8 @@ def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline
     while True:
         hold_unbalanced(objective)
         solution = minimise(objective, symmetry.birth, tol, deadline)
-        beyond = beyond_range(symmetry.moving, symmetry.tensor, solution.log_scales) & objective.free
+        beyond = beyond_range(symmetry.moving, symmetry.values, solution.log_scales) & objective.free
+        beyond = symmetry.processes.any(beyond)
         if not bool(beyond.any()):
             return solution
         objective.fixed[:-1] |= beyond

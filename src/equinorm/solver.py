@@ -60,8 +60,8 @@ class Cycle:
                 column = (log_column - shift).exp() * kept[touch.column]
                 mass = (log_row + shift).exp() * times(matrix.mT if touch.transposed else matrix, column)
                 pulls.append((mass * kept[touch.row] * touch.row_exponent).view(-1))
-            pull = torch.cat(pulls)
-            up, down = (block.total(part.clamp_min(0))[:-1] for part in (pull, -pull))
+            pull = torch.cat(pulls) if pulls else padded[:0]
+            up, down = o.processes.sum(torch.stack([block.total(part.clamp_min(0))[:-1] for part in (pull, -pull)]))
             v = block.variables
             padded[v] += block.step * movable[v] * step_towards(up, down, block.reach, o.p)
         return padded[:-1]
@@ -71,6 +71,7 @@ def _blocks(o: Objective, birth: Tensor) -> Iterator[Block]:
     """The variables that occur in the objective, by the layer that opened them, in forward order."""
     occurs = torch.zeros(o.n + 1, dtype=torch.bool)
     occurs[o.index.cpu()] = True
+    occurs = o.processes.any(occurs)
     block_of = torch.cat([torch.where(occurs[:-1], birth, -1), torch.tensor([-1])])
     distances = reach(o)
     sides = list(zip(o.split(o.index), o.split(o.exponent), strict=True))
@@ -81,16 +82,18 @@ def _blocks(o: Objective, birth: Tensor) -> Iterator[Block]:
         for touch in (straight, crosswise):
             for block in block_of[touch.row.cpu()].unique().tolist():
                 seen_in.setdefault(block, []).append(touch)
-    for name in sorted(set(seen_in) - {-1}):
-        touches = seen_in[name]
+    names = sorted(set(block_of.tolist()) - {-1})
+    layers = [[touch.layout for touch in seen_in.get(name, ())] for name in names]
+    coupled = o.processes.any(torch.tensor([len(set(each)) < len(each) for each in layers], dtype=torch.bool))
+    for name, is_coupled in zip(names, coupled.tolist(), strict=True):
+        touches = seen_in.get(name, [])
         variables = (block_of == name).nonzero().view(-1)
         place = torch.full((o.n + 1,), len(variables))
         place[variables] = torch.arange(len(variables))
-        index = torch.cat([place[touch.row.cpu()].view(-1) for touch in touches])
-        coupled = len({touch.layout for touch in touches}) < len(touches)
+        index = torch.cat([place[:0], *(place[touch.row.cpu()].view(-1) for touch in touches)])
         total = Sum(index, len(variables) + 1, o.device)
         variables = variables.to(o.device)
-        yield Block(variables, tuple(touches), total, distances[variables], 0.5 if coupled else 1.0)
+        yield Block(variables, tuple(touches), total, distances[variables], 0.5 if is_coupled else 1.0)
 
 
 def reach(objective: Objective) -> Tensor:
@@ -98,7 +101,8 @@ def reach(objective: Objective) -> Tensor:
     low, high = torch.zeros(2, objective.n + 1, dtype=objective.dtype, device=objective.device)
     high.scatter_reduce_(0, objective.index, objective.exponent, "amax")
     low.scatter_reduce_(0, objective.index, objective.exponent, "amin")
-    return (high - low)[: objective.n]
+    high, below = objective.processes.largest(torch.stack([high, -low]))
+    return (high + below)[: objective.n]
 
 
 def step_towards(up: Tensor, down: Tensor, reach: Tensor, p: float) -> Tensor:
@@ -128,7 +132,7 @@ def hold_unbalanced(o: Objective) -> None:
     to be <= 0. What is forced from both sides has a minimum, what is forced from one side only has not.
     """
     zero = torch.zeros(o.n, dtype=o.dtype, device=o.device)
-    if not bool(torch.isfinite(o.at(zero).mass).all()):
+    if bool(o.processes.any(~torch.isfinite(o.at(zero).mass).all())):
         _drop_nonfinite(o)
     low, high = _forced(o)
     o.dropped |= low ^ high
@@ -149,6 +153,7 @@ def _drop_nonfinite(o: Objective) -> None:
         o.dropped[row[b, r]] = True
         o.dropped[column[b, c]] = True
         matrix[b, r, c] = 0.0
+    o.dropped = o.processes.any(o.dropped)
     o.dropped[o.n] = False
 
 
@@ -177,6 +182,7 @@ def _forced(o: Objective) -> tuple[Tensor, Tensor]:
                     hit = some & ~o.dropped[a]
                     low[a[hit & (k_a > 0)]] = True
                     high[a[hit & (k_a < 0)]] = True
+        low, high = o.processes.any(torch.stack([low, high]))
         if bool(low.sum() + high.sum() == before):
             return low, high
 
@@ -202,7 +208,7 @@ def minimise(
     point = o.at(s)
     gap = float(imbalance(point, free))
     stalled = 0
-    while gap > tol and stalled < 5 and (deadline is None or time.monotonic() < deadline):
+    while gap > tol and stalled < 5 and not _is_late(o, deadline):
         step = newton_step(o, point, free, group, len(groups), min(0.1, gap))
         length, candidate = 1.0, o.at(s + step)
         slope = float((point.gradient * step)[free].sum())
@@ -219,6 +225,11 @@ def minimise(
     for variables, direction in flat_directions(o):  # where F does not care, nothing moves
         s[variables] -= (s[variables] @ direction) / (direction @ direction) * direction
     return Solution(s, point, gap, iterations, gap <= tol)
+
+
+def _is_late(o: Objective, deadline: float | None) -> bool:
+    """Whether the time is up, for all processes as soon as it is for one."""
+    return deadline is not None and bool(o.processes.any(torch.tensor(time.monotonic() >= deadline)))
 
 
 def flat_directions(o: Objective) -> list[tuple[Tensor, Tensor]]:
@@ -242,13 +253,27 @@ def flat_directions(o: Objective) -> list[tuple[Tensor, Tensor]]:
             linked = (ratio == exponent) & (one > 0) & (two > 0)
             scales.merge(one[linked], two[linked], why=0, exponent=exponent)
     variables = loose.nonzero().view(-1)
-    roots, weights = scales.find(label[variables.cpu()])
+    labels = label[variables.cpu()]
+    _merge_those_of_others(o, scales, labels)
+    roots, weights = scales.find(labels)
     moving = ~scales.is_frozen(roots)
     return [
         (variables[members], weights[members].to(o.device, o.dtype))
         for root in roots[moving].unique().tolist()
         for members in [(roots == root).nonzero().view(-1)]
     ]
+
+
+def _merge_those_of_others(o: Objective, scales: Scales, labels: Tensor) -> None:
+    """What every process has merged by the weights that it holds."""
+    roots, weights = scales.find(labels)
+    here = torch.stack([torch.where(scales.is_frozen(roots), FROZEN, roots).double(), weights])
+    for found, exponents in o.processes.gather(here)[o.processes.count == 1 :]:
+        of = found.long()
+        scales.freeze(labels[of == FROZEN], why=0)
+        for exponent in exponents.unique().tolist():
+            linked = (exponents == exponent) & (of != FROZEN)
+            scales.merge(labels[linked], of[linked], why=0, exponent=exponent)
 
 
 def involved(o: Objective) -> Tensor:

@@ -271,3 +271,15 @@ def test_binding_to_a_copy_moves_the_copy() -> None:
 def test_the_explanation_says_what_follows() -> None:
     model = made(lambda: line(RMSNorm(6)), training=False)
     assert "what norms absorb: 1 " in equinorm.trace(model, X.double(), invariances=True).explain().summary
+
+
+def test_holding_a_parameter_holds_the_epsilon_that_follows_it() -> None:
+    model = made(lambda: Block(RMSNorm), training=False)
+    sym = equinorm.trace(model, X.double(), invariances=True)
+    held = sym.holding(["embed.weight"])
+    assert held.num_scales == sym.num_scales - 1
+    assert held.carried == []
+    assert_function_kept(model, X.double(), held)
+    free = sym.holding(["norms.0.weight"])
+    assert len(free.carried) == 3
+    assert_function_kept(model, X.double(), free)

@@ -19,6 +19,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
+from ..models.sharding import ALONE, Processes
 from ..symmetry import ScaledParameter, Symmetry, Term
 
 
@@ -68,7 +69,7 @@ class Layout:
     name: str
     order: tuple[int, ...]  # axes of the parameter: those both sides depend on, rows, columns, what no scale depends on
     view: tuple[int, ...]  # its shape then: batch, and rows and columns as outer × distinct × inner, and the rest
-    weight: float  # c ** (p · depth)
+    weight: float  # c ** (p · depth), less where others hold copies
     rows: Side
     columns: Side
     cancels: Tensor | None  # where row and column are one scale to the same power, which then has no effect
@@ -93,8 +94,9 @@ def powers_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 
 def layouts(symmetry: Symmetry, p: float, c: float, counted: Callable[[ScaledParameter], bool]) -> list[Layout]:
-    """The layout of every parameter that counts in the norm and can move."""
-    return [_layout(w, symmetry.num_scales, c ** (p * w.depth)) for w in symmetry.moving if counted(w)]
+    """The layout of every parameter, or part of one, that counts in the norm and can move."""
+    n = symmetry.num_scales
+    return [_layout(w, n, c ** (p * w.depth) * w.share) for w in symmetry.moving if counted(w) and w.shape.numel()]
 
 
 def _layout(w: ScaledParameter, n: int, weight: float) -> Layout:
@@ -192,10 +194,21 @@ class Objective:
 
     `dropped` variables are dead or cannot be balanced: their entries leave the objective. `fixed` ones stay at 0 while
     their entries count. `loose` ones are not linked to any fixed one. (The last place means "no variable".)
+
+    With `processes` that hold parts of the weights, layouts and masses are those of the parts that are here. What there
+    is per variable is summed over all of them, so it is the same in each.
     """
 
-    def __init__(self, n: int, p: float, layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device) -> None:
-        self.n, self.p, self.layouts = n, p, list(layouts)
+    def __init__(
+        self,
+        n: int,
+        p: float,
+        layouts: Sequence[Layout],
+        dtype: torch.dtype,
+        device: torch.device,
+        processes: Processes = ALONE,
+    ) -> None:
+        self.n, self.p, self.layouts, self.processes = n, p, list(layouts), processes
         self.dtype, self.device = dtype, device
         sides = [side for layout in layouts for side in (layout.rows, layout.columns)]
         empty = torch.zeros(0, dtype=torch.int64)
@@ -237,7 +250,7 @@ class Objective:
 
     def scatter(self, values: Tensor) -> Tensor:
         """The transpose of `gather` without the exponents."""
-        return self._sum(values)[: self.n]
+        return self.processes.sum(self._sum(values)[: self.n])
 
     def at(self, s: Tensor) -> Point:
         kept = (~self.dropped).to(self.dtype)[self.index]
@@ -254,8 +267,9 @@ class Objective:
         mass = torch.cat(masses) if masses else self.exponent.new_zeros(0)
         pull = self.exponent * mass
         value = sum((m.sum() for m in masses[::2]), torch.zeros((), dtype=self.dtype, device=self.device))
-        up, down = self.scatter(pull.clamp_min(0)), self.scatter((-pull).clamp_min(0))
-        return Point(row_factors, column_factors, mass, up, down, value)
+        sums = [self._sum(pull.clamp_min(0))[: self.n], self._sum((-pull).clamp_min(0))[: self.n], value.view(1)]
+        up, down, value = self.processes.sum(torch.cat(sums)).split([self.n, self.n, 1])
+        return Point(row_factors, column_factors, mass, up, down, value[0])
 
     def hessian_diagonal(self, point: Point) -> Tensor:
         """Σ k²·mass per variable, up to p². (A variable on both sides of an entry adds a cross term left out here.)"""
@@ -290,7 +304,7 @@ class Objective:
             half = torch.zeros_like(total)
             half.view(-1).index_add_(0, cell.reshape(-1), linked.reshape(-1))
             total += half + half.T
-        return total[:groups, :groups]
+        return self.processes.sum(total[:groups, :groups])
 
 
 def times(matrices: Tensor, vectors: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of
 from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
+from .holding import holding
 from .interpreter import Interpreter
 from .invariances import MODES, Carried, Norms
 from .scales import FROZEN
@@ -37,6 +39,10 @@ class Term:
     def to(self, device: torch.device) -> Term:
         return Term(self.index.to(device), self.exponent.to(device))
 
+    def within(self, part: Part) -> Term:
+        """On a part of the parameter's elements."""
+        return Term(part.of(self.index), part.of(self.exponent))
+
 
 @dataclass(frozen=True, eq=False)
 class ScaledParameter:
@@ -50,6 +56,7 @@ class ScaledParameter:
     depth: int  # linear layers between it and the output, on the longest path
     fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, along a last axis of their own
     shift: float = 0.0  # the factor multiplies w + shift: 1 for a gain that is stored minus 1
+    share: float = 1.0  # by what a sum over its elements is multiplied: below 1 where other processes hold copies
 
     def moved(self, tensor: Tensor, factor: Tensor) -> Tensor:
         """A tensor after the move, in its dtype."""
@@ -70,6 +77,11 @@ class ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
         return replace(self, out=out, into=into, fan_in=fan_in)
 
+    def within(self, part: Part, share: float = 1.0) -> ScaledParameter:
+        """On the part of its elements that this process holds."""
+        out, into, fan_in = (None if t is None else t.within(part) for t in (self.out, self.into, self.fan_in))
+        return replace(self, shape=part.shape, out=out, into=into, fan_in=fan_in, share=share)
+
     @property
     def moves(self) -> bool:
         return self.out is not None or self.into is not None
@@ -89,7 +101,9 @@ class Symmetry:
         self.model = model
         self.parameters, self.carried, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
+        self.processes = ALONE
         self.verification = Verification(done=False, why_not="it was not asked for")
+        self.held: tuple[str, ...] = ()  # parameters that `holding` keeps as they are
         self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
@@ -106,6 +120,10 @@ class Symmetry:
         if self.carried:
             follow = f"what norms absorb: {len(self.carried)} numbers and statistics of theirs follow"
             explanation = replace(explanation, summary=f"{explanation.summary}\n{follow}")
+        if self.held:
+            some = ", ".join(self.held[:3]) + (f" and {len(self.held) - 3} more" if len(self.held) > 3 else "")
+            left = f"{self.num_scales:,} free scale{'' if self.num_scales == 1 else 's'} left"
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{left} while {some} stay as they are")
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
@@ -121,6 +139,43 @@ class Symmetry:
             carried.value(model)
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, model=model)
+        return twin
+
+    def holding(self, names: Iterable[str]) -> Symmetry:
+        """The rescalings among these that leave the parameters of these names as they are.
+
+        >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
+        """
+        held = set(names) & {w.name for w in self.moving}
+        if not held:
+            return self
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
+        followers = [
+            ScaledParameter(f"number {i}", torch.Size([]), c.term, None, False, 0) for i, c in enumerate(self.carried)
+        ]
+        left, twin.birth = holding([*self.parameters, *followers], self.birth, held)
+        twin.parameters, followers = left[: len(self.parameters)], left[len(self.parameters) :]
+        both = zip(self.carried, followers, strict=True)
+        twin.carried = [replace(carried, term=w.out) for carried, w in both if w.out is not None]
+        twin.num_scales = len(twin.birth)
+        return twin
+
+    def local(self) -> Symmetry:
+        """The same on the parts of parameters that this process holds; itself where they are not sharded.
+
+        `processes` are those that hold parts. Sums over elements are theirs together.
+        """
+        if self.processes is not ALONE:
+            return self
+        tensors = {p.name: self.tensor(p.name) for p in self.parameters}
+        processes = processes_of(tensors.values())
+        if processes is ALONE:
+            return self
+        parts = {name: part_of(tensor, name) for name, tensor in tensors.items()}
+        parameters = [p.within(parts[p.name], parts[p.name].share(processes)) for p in self.parameters]
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, parameters=parameters, processes=processes)
         return twin
 
     @property
@@ -142,6 +197,10 @@ class Symmetry:
         """A parameter of the bound model."""
         return _parameter(self.model, name)
 
+    def values(self, name: str) -> Tensor:
+        """The elements of a parameter that this process holds."""
+        return local(self.tensor(name))
+
     @torch.no_grad()
     def rescale_(self, log_scales: Tensor) -> None:
         """Multiply every scale variable by exp(log_scales), in place: all, or nothing if anything is raised.
@@ -149,21 +208,25 @@ class Symmetry:
         Args:
             log_scales: `num_scales` real numbers, any element of the symmetry group.
         """
-        factors = self.factors(log_scales)
-        for name, factor in factors.items():
-            check_range(name, self.tensor(name), factor)
-        others = self.others(log_scales)
-        tensors = [self.tensor(name) for name in factors]
+        here = self.local()
+        factors = here.factors(log_scales)
+        tensors = [here.values(name) for name in factors]
+        _check_range(factors, tensors, here.processes)
+        padded = self._padded(log_scales)
+        numbers = [(carried, carried.moved(self.model, padded)) for carried in self.carried]
+        shifts = {w.name: w for w in here.moving if w.shift}
         moved = [factor.to(tensor) for factor, tensor in zip(factors.values(), tensors, strict=True)]
-        given = [(self._tensor(name), value) for name, value in others.items() if isinstance(value, Tensor)]
-        with tensors_kept([*tensors, *(tensor for tensor, _ in given)]), self._numbers_kept():
+        buffers = [carried.value(self.model) for carried in self.carried]
+        with tensors_kept([*tensors, *(b for b in buffers if isinstance(b, Tensor))]), self._numbers_kept():
             for name, tensor, factor in zip(factors, tensors, moved, strict=True):
-                if name not in others:
+                if name in shifts:
+                    tensor.copy_(shifts[name].moved(tensor, factors[name]))
+                else:
                     tensor.mul_(factor)
-            for tensor, value in given:
-                tensor.copy_(value)
-            for carried in self.carried:
-                if not isinstance(value := others[carried.name], Tensor):
+            for (carried, value), buffer in zip(numbers, buffers, strict=True):
+                if isinstance(buffer, Tensor):
+                    buffer.copy_(value)  # type: ignore[arg-type]
+                else:
                     setattr(self.model.get_submodule(carried.module), carried.attribute, value)
 
     def others(self, log_scales: Tensor) -> dict[str, Tensor | float]:
@@ -173,13 +236,6 @@ class Symmetry:
         for w in self.moving:
             if w.shift:
                 found[w.name] = w.moved(self.tensor(w.name).detach(), w.factor(padded))
-        return found
-
-    def _tensor(self, name: str) -> Tensor:
-        """A parameter or a buffer of the bound model."""
-        path, _, leaf = name.rpartition(".")
-        found = getattr(self.model.get_submodule(path), leaf)
-        assert isinstance(found, Tensor)
         return found
 
     @contextmanager
@@ -209,15 +265,20 @@ class Symmetry:
         return torch.cat([log_scales, log_scales.new_zeros(1)])
 
 
-def check_range(name: str, tensor: Tensor, factor: Tensor) -> None:
+def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], processes: Processes) -> None:
     """Refuse, before anything is changed, a tensor without data and a factor that leaves the range of its dtype."""
-    if tensor.is_meta:
-        raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
-    if bool(out_of_range(tensor, factor).any()):
-        raise OverflowError(
-            f"rescaling {name!r} by factors from {factor.min():.3g} to {factor.max():.3g} leaves the range of "
-            f"{tensor.dtype}; use smaller log_scales or a wider dtype"
-        )
+    beyond = []
+    for (name, factor), tensor in zip(factors.items(), tensors, strict=True):
+        if tensor.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
+        beyond.append(out_of_range(tensor, factor).any().cpu())
+    flags = processes.any(torch.stack(beyond)).tolist() if beyond else []
+    for flag, (name, factor), tensor in zip(flags, factors.items(), tensors, strict=True):
+        if flag:
+            by = f" by factors from {factor.min():.3g} to {factor.max():.3g}" if factor.numel() else ""
+            raise OverflowError(
+                f"rescaling {name!r}{by} leaves the range of {tensor.dtype}; use smaller log_scales or a wider dtype"
+            )
 
 
 def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:

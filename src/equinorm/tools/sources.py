@@ -8,6 +8,7 @@ torchvision:resnet18        timm:convnext_tiny        hf:folder-with-config.json
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -108,6 +109,16 @@ def load(spec: str, arguments: Iterable[str] = ()) -> Source:
     source = _KINDS.get(kind, partial(_from_python, kind))(name, options)
     source.model.eval()
     return source
+
+
+def copied(model: nn.Module, spec: str, arguments: Iterable[str] = ()) -> nn.Module:
+    """A second model like one that was just loaded."""
+    try:
+        return copy.deepcopy(model)
+    except Exception:  # what the user's model holds may not be copied: it is made again
+        made = load(spec, arguments).model
+        floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        return made.to(floats[0]) if floats else made
 
 
 def _option(text: str) -> tuple[str, Any]:
