@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from . import labels as lb
 from .capture import Captured, Memory, is_inplace, keeps_labels, memory_of, written_by
+from .groups import Groups
 from .invariances import Norms
 from .scales import FROZEN, ZERO, Scales
 from .values import Form, Role, Value, activation, axes_of, frozen, known
@@ -83,6 +84,9 @@ class Interpreter:
         self.now = -1  # index of the node being interpreted
         self.unknown_ops: dict[str, int] = {}  # ops without a rule, and the first node that used each
         self.depends: list[list[int]] = []  # for each node, the nodes it reads
+        parameters = (n for n in captured.module.graph.nodes if n.name in captured.parameters)
+        dtypes = {n.meta["val"].dtype for n in parameters if isinstance(n.meta.get("val"), Tensor)}
+        self._own_dtypes = {dtype for dtype in dtypes if _is_float(dtype)} or {torch.float32}
         self._index: dict[fx.Node, int] = {}
         self._outer: list[int] = []  # what the region being interpreted depends on
         self._scopes: list[tuple[dict[fx.Node, Any], Memory]] = []  # the graphs being interpreted, the outermost first
@@ -215,13 +219,14 @@ class Interpreter:
             return result
         given = [t.dtype for source in node.all_input_nodes for t in pytree.tree_leaves(source.meta.get("val"))
                  if isinstance(t, Tensor)]  # fmt: skip
+        loses = self.rounds if self.op_name in ("to", "_to_copy", "type_as") else _holds_less
         for i, (value, tensor) in enumerate(zip(made, tensors, strict=True)):
             if not isinstance(value, Value) or not isinstance(tensor, Tensor):
                 continue
             if value.known is not None:
                 if value.known.dtype != tensor.dtype:
                     made[i] = activation(self.frozen_labels(value.shape), static=True)
-            elif any(_holds_less(tensor.dtype, dtype) for dtype in given) or not _is_float(tensor.dtype):
+            elif any(loses(tensor.dtype, dtype) for dtype in given) or not _is_float(tensor.dtype):
                 self.freeze(value)
         return pytree.tree_unflatten(made, structure)
 
@@ -232,6 +237,7 @@ class Interpreter:
         from .rules import find_rule
 
         assert isinstance(node.target, torch._ops.OpOverload)
+        args, kwargs, groups = self._grouped(args, kwargs)
         rule = find_rule(node.target)
         if rule is None:
             self.unknown_ops.setdefault(str(node.target), self.now)
@@ -239,7 +245,10 @@ class Interpreter:
         arguments = Arguments(node.target, args, kwargs)
         result = rule(self, arguments)
         self.freeze(*self._tensors(arguments.unseen()))  # whatever a rule does not mention is frozen
-        return self._barrier(args, kwargs) if result is NotImplemented else result
+        result = self._barrier(args, kwargs) if result is NotImplemented else result
+        if groups is not None:
+            result = pytree.tree_map(lambda v: replace(v, groups=groups) if isinstance(v, Value) else v, result)
+        return result
 
     def _barrier(self, args: Any, kwargs: Any) -> Any:
         """An op without a rule (for these arguments) freezes all it touches; it costs freedom, never correctness."""
@@ -260,6 +269,34 @@ class Interpreter:
         self._enter(node)  # after its content, so that nodes stay in the order of their dependence
         self.depends[self.now] += range(here, self.now)
         return result
+
+    def rounds(self, dtype: torch.dtype, before: torch.dtype) -> bool:
+        """Whether a cast loses digits that matter: to less than float32, and to less than the parameters have."""
+        if not _holds_less(dtype, before):
+            return False
+        return _holds_less(dtype, torch.float32) and all(_holds_less(dtype, own) for own in self._own_dtypes)
+
+    def _grouped(self, args: Any, kwargs: Any) -> tuple[Any, Any, Groups | None]:
+        """The arguments of an op, and the groups of rows that its result has too.
+
+        Which rows belong to which expert is not known, so their labels stand at representative places. Ops that treat
+        every row by itself may use them; for any other the rows have one scale.
+        """
+        values = [v for v in self._tensors((args, kwargs)) if v.groups is not None]
+        if not values:
+            return args, kwargs, None
+        groups = values[0].groups
+        assert groups is not None
+        if all(v.groups == groups for v in values) and groups.passes(self.node, self._tensors((args, kwargs))):
+            return args, kwargs, groups
+
+        def without(leaf: Any) -> Any:
+            if not isinstance(leaf, Value) or leaf.groups is None:
+                return leaf
+            return activation(self.collapse(leaf.labels, [0]), static=leaf.static)
+
+        args, kwargs = pytree.tree_map(without, (args, kwargs))
+        return args, kwargs, None
 
     def _fold(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Compute an op whose inputs are all known, so that constant indices keep their values."""

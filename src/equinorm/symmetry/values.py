@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import labels as lb
+from .groups import Groups
 from .scales import FROZEN
 
 
@@ -31,6 +32,7 @@ class Value:
     coordinates: tuple[Tensor | None, ...] = ()
     static: bool = False  # does not depend on the model's inputs
     shift: float = 0.0  # a parameter plus this number is what this is: a gain that is stored minus 1
+    groups: Groups | None = None  # its rows belong to experts, which does not say to which: see `groups`
     table: bool = False  # a parameter read row by row: an embedding, so a weight although nothing multiplies it
     fan_in: Tensor | None = (
         None  # per element, labels of the inputs of the linear layer that made it (a last axis more)
