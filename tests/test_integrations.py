@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -233,3 +233,80 @@ def test_a_trainer_callback_refuses_a_resume_that_would_go_wrong(transformers: A
     train(net(), transformers.ENormCallback(resume_from=False), tmp_path, 1, 2)
     with pytest.raises(ValueError, match="resume_from is a checkpoint folder, or False"):
         transformers.ENormCallback(resume_from=True)
+
+
+# -- Opacus ------------------------------------------------------------------------------------------------------------
+
+
+class ModuleValidator:
+    """As Opacus' own, as far as functions registered with it go."""
+
+    VALIDATORS: ClassVar[dict[type, Any]] = {}
+    FIXERS: ClassVar[dict[type, Any]] = {}
+
+    @classmethod
+    def validate(cls, module: nn.Module) -> list[Exception]:
+        found = [error for each in module.modules() for error in cls.VALIDATORS.get(type(each), lambda _: [])(each)]
+        return found if module.training else [ValueError("not in training mode"), *found]
+
+
+@pytest.fixture
+def opacus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    batchnorm = {nn.BatchNorm1d: lambda _: [ValueError("a batch norm")], nn.BatchNorm2d: lambda _: [ValueError("one")]}
+    monkeypatch.setattr(ModuleValidator, "VALIDATORS", batchnorm)
+    monkeypatch.setattr(ModuleValidator, "FIXERS", {})
+    errors = {"ShouldReplaceModuleError": type("ShouldReplaceModuleError", (Exception,), {})}
+    modules = {
+        "opacus": {},
+        "opacus.validators": {"ModuleValidator": ModuleValidator},
+        "opacus.validators.errors": errors,
+    }
+    return stand_in(monkeypatch, "opacus", modules)
+
+
+def equinorm_net() -> nn.Module:
+    conv, linear = equinorm.nn.EquiNormConv2d, equinorm.nn.EquiNormLinear
+    return nn.Sequential(
+        conv(3, 4, 3), nn.ReLU(), conv(4, 4, 3), nn.ReLU(), nn.Flatten(), linear(16, 4), nn.Linear(4, 2)
+    )
+
+
+@pytest.mark.parametrize("method", ["groupnorm", "msr"])
+def test_models_are_fixed_for_opacus(opacus: Any, method: str) -> None:
+    model, images = equinorm_net().eval(), torch.randn(4, 3, 6, 6)
+    with torch.no_grad():
+        model[0].gain.fill_(2.0)
+        model[2].bias.fill_(3.0)
+    assert len(opacus.validate(model.train())) == 3
+    fixed, report = opacus.fix(model.eval(), images, method)
+    assert len(report.converted) >= 3
+    assert not fixed.training
+    assert not opacus.validate(fixed.train())
+    together = fixed(images)
+    torch.testing.assert_close(torch.cat([fixed(image[None]) for image in images]), together)
+    offsets = fixed[2][1].bias if method == "groupnorm" else fixed[2][0].bias
+    assert offsets.detach().eq(3.0).all()
+    if method == "groupnorm":
+        assert fixed[0][1].weight.detach().eq(2.0).all()
+        assert fixed[0][0].weight.equal(model[0].weight)
+
+
+def test_what_opacus_would_still_refuse_is_named(opacus: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4))
+    images = torch.randn(4, 3, 6, 6)
+    with pytest.raises(ValueError, match=r"(?s)still refuse.*a parametrized weight and no bias"):
+        opacus.fix(model, images, "msr", bias=False)
+    with pytest.raises(ValueError, match="method must be one of 'groupnorm', 'msr', got 'bn'"):
+        opacus.fix(model, images, "bn")
+    plain = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4))
+    fixed, report = opacus.fix(plain, torch.randn(2, 3))
+    assert not report.converted
+    assert fixed is not plain
+
+
+def test_module_by_module_it_is_group_norm(opacus: Any) -> None:
+    layer = equinorm.nn.EquiNormLinear(8, 6)
+    fixed = ModuleValidator.FIXERS[type(layer)](layer)
+    assert fixed[1].num_groups == 1
+    assert ModuleValidator.FIXERS[equinorm.nn.EquiNormConv2d](equinorm.nn.EquiNormConv2d(2, 6, 3))[1].num_groups == 2
+    assert fixed(torch.randn(1, 8)).shape == (1, 6)

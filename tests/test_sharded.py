@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW, Optimizer
 
 import equinorm
 from equinorm.lab.bench.llama import Llama
+from equinorm.msr import parameter_groups
 from support.ranks import Ranks
 
 STEPS, BATCH = 20, 8
@@ -220,3 +224,182 @@ def test_balancing_is_that_of_one_process(how: str, name: str, options: dict[str
         assert other.norm_after == pytest.approx(report.norm_after, rel=1e-12)
         for key, q in model.named_parameters():
             torch.testing.assert_close(weights[key], q.detach(), rtol=1e-6, atol=1e-9)
+
+
+# -- what people do with sharded models ------------------------------------------------------------------------------
+
+
+def residual_ready(steps: int = 0, optimizer: str = "adamw", **options: Any) -> tuple[nn.Module, Any, equinorm.ENorm]:
+    """A sharded model, its optimizer and an attached ENorm, after so many steps."""
+    model = net("residual")
+    symmetry = equinorm.trace(model, example("residual"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fsdp_(model, mesh, **options)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    enorm = equinorm.ENorm(model, made, symmetry=symmetry, c=1.2)
+    enorm.attach()
+    for batch in batches("residual")[:steps]:
+        take_step(model, made, batch)
+    return model, made, enorm
+
+
+def take_step(model: nn.Module, optimizer: Optimizer, *parts: tuple[Tensor, Tensor]) -> None:
+    """On one batch, or several whose gradients add up."""
+    number, count = dist.get_rank(), dist.get_world_size()
+    optimizer.zero_grad()
+    for i, (images, labels) in enumerate(parts):
+        model.set_requires_gradient_sync(i == len(parts) - 1)
+        loss = loss_of(model, (images.chunk(count)[number], labels.chunk(count)[number]))
+        (loss / len(parts)).backward()
+    optimizer.step()
+
+
+def outputs_before_and_after() -> tuple[Tensor, Tensor]:
+    """Around one step of ENorm alone, with an optimizer that does nothing."""
+    model, optimizer, enorm = residual_ready(steps=2)
+    images = batches("residual")[0][0]
+    before = model(images).detach()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(5):
+        take_step(model, optimizer, batches("residual")[3])
+    assert enorm.imbalance() < 0.2
+    return before, model(images).detach()
+
+
+def test_the_function_is_kept(ranks: Pools) -> None:
+    for before, after in ranks(2).run(outputs_before_and_after):
+        torch.testing.assert_close(after, before, rtol=1e-10, atol=1e-12)
+
+
+def with_(how: str) -> State:
+    """What happens besides plain steps, one thing each."""
+    options: dict[str, Any] = {}
+    if how == "whole weights left by a forward pass":
+        options["reshard_after_forward"] = False
+    if how == "weights on the host":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    model, optimizer, enorm = residual_ready(**options)
+    data = batches("residual")
+    for i in range(4):
+        if how == "gradients of two batches":
+            halves = list(zip(data[i][0].chunk(2), data[i][1].chunk(2), strict=True))
+            take_step(model, optimizer, *halves)
+        elif how == "whole weights left by a forward pass":
+            optimizer.zero_grad()
+            number, count = dist.get_rank(), dist.get_world_size()
+            loss_of(model, tuple(x.chunk(count)[number] for x in data[i])).backward()
+            with torch.no_grad():
+                model(data[i][0])
+            optimizer.step()
+        else:
+            take_step(model, optimizer, data[i])
+    return state_of(model, optimizer, enorm)
+
+
+@pytest.mark.parametrize(
+    "how", ["gradients of two batches", "whole weights left by a forward pass", "weights on the host"]
+)
+def test_other_ways_to_train(how: str, ranks: Pools) -> None:
+    pool = ranks(2)
+    assert_equal(pool.run(with_, how), pool.run(with_, "nothing")[0])
+
+
+def in_mixed_precision() -> tuple[list[torch.dtype], Tensor, Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _, enorm = residual_ready(mp_policy=policy)
+    model.float()
+    enorm = enorm.bind(model, AdamW(model.parameters(), lr=3e-3))
+    enorm.attach()
+    for images, labels in batches("residual")[:4]:
+        take_step(model, enorm.optimizer, (images.float(), labels))
+    weights = [whole(q.detach()) for q in model.parameters()]
+    with torch.no_grad():
+        before = model(batches("residual")[0][0].float())
+        enorm.step()
+        after = model(batches("residual")[0][0].float())
+    return [q.dtype for q in weights], before.float(), after.float()
+
+
+def test_mixed_precision_balances_the_weights_that_are_kept(ranks: Pools) -> None:
+    for dtypes, before, after in ranks(2).run(in_mixed_precision):
+        assert set(dtypes) == {torch.float32}
+        torch.testing.assert_close(after, before, rtol=0.05, atol=0.02)  # computed in bfloat16
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def checkpoint_of(model: nn.Module, optimizer: Optimizer, enorm: equinorm.ENorm) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state, "enorm": enorm.state_dict()}
+
+
+def save_after(steps: int, folder: str) -> None:
+    dcp.save(checkpoint_of(*residual_ready(steps)), checkpoint_id=folder)
+
+
+def go_on_from(folder: str, first: int, steps: int) -> State:
+    model, optimizer, enorm = residual_ready()
+    content = checkpoint_of(model, optimizer, enorm)
+    dcp.load(content, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    enorm.load_state_dict(content["enorm"])
+    for batch in batches("residual")[first:steps]:
+        take_step(model, optimizer, batch)
+    assert enorm.calls == steps
+    return state_of(model, optimizer, enorm)
+
+
+def without_pause(steps: int) -> State:
+    return state_of(*residual_ready(steps))
+
+
+def test_checkpoints_are_resumed(tmp_path: Path, ranks: Pools) -> None:
+    pool = ranks(2)
+    pool.run(save_after, 3, str(tmp_path / "checkpoint"))
+    assert_equal(pool.run(go_on_from, str(tmp_path / "checkpoint"), 3, 5), pool.run(without_pause, 5)[0])
+
+
+@pytest.mark.slow
+def test_checkpoints_are_resumed_by_another_number_of_processes(tmp_path: Path, ranks: Pools) -> None:
+    ranks(2).run(save_after, 3, str(tmp_path / "checkpoint"))
+    expected = ranks(2).run(without_pause, 5)[0]
+    assert_equal(ranks(4).run(go_on_from, str(tmp_path / "checkpoint"), 3, 5), expected)
+
+
+# -- mean shift rejection ------------------------------------------------------------------------------------------
+
+
+def kernels_net() -> nn.Module:
+    torch.manual_seed(0)
+    model = Residual().double()
+    model.grouped = nn.Conv2d(7, 8, 3, dtype=torch.float64)
+    model.hidden = nn.Linear(8, 6, dtype=torch.float64)
+    equinorm.mean_shift_rejection_(model, log_gain=0.0, generator=torch.Generator().manual_seed(3))
+    return model
+
+
+def kernels_run(axis: int | None, optimizer_name: str, max_step: float) -> State:
+    """Sharded along this axis where it divides; None: one process."""
+    model, part = kernels_net(), (0, 1)
+    if axis is not None:
+        size, part = dist.get_world_size(), (dist.get_rank(), dist.get_world_size())
+        fits = lambda q: Shard(axis if q.ndim == 4 and q.shape[axis] % size == 0 else 0)  # noqa: E731
+        fsdp_(model, init_device_mesh("cpu", (size,)), shard_placement_fn=fits)
+    optimizer = OPTIMIZERS[optimizer_name](parameter_groups(model))
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    msr = equinorm.MeanShiftRejection(model, optimizer, luma=0.01, max_step=max_step)
+    with msr.attach():
+        train(model, optimizer, "residual", part)
+    state = {name: whole(q.detach()) for name, q in model.named_parameters()}
+    return state | {"limited": torch.tensor(msr.limited)}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("optimizer", "max_step"), [("sgd", 1e-4), ("adamw", 1e-5)])
+def test_mean_shift_rejection_is_that_of_one_process(axis: int, optimizer: str, max_step: float, ranks: Pools) -> None:
+    expected = kernels_run(None, optimizer, max_step)
+    assert float(expected["limited"]) > 0  # so the norm of all gradients counts
+    assert_equal(ranks(2).run(kernels_run, axis, optimizer, max_step), expected)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .enorm.optimizer_state import register_state_rule
     from .enorm.pathsgd import PathSGD
     from .enorm.sgd import ENormSGD
+    from .models.decay import no_weight_decay
     from .models.noise import InputNoise, add_input_noise_
     from .models.reports import ConvertReport
     from .models.running_statistics import update_statistics_
@@ -73,6 +74,7 @@ _HOME = {
     "methods": "registry",
     "msr": "",
     "nn": "",
+    "no_weight_decay": "models.decay",
     "normprop": "",
     "norms": "",
     "register_method": "registry",

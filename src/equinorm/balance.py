@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
 from itertools import accumulate
+from math import log
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class BalanceReport:
     imbalance: float  # largest |log(incoming / outgoing mass)| over the balanced scales: 0 exactly at the optimum
     iterations: int
     seconds: float  # without tracing
-    converged: bool  # imbalance <= tol
+    converged: bool  # imbalance <= tol, and something was balanced
     num_scales: int  # free scales of the model
     held: int  # of these, left where they were: dead units, non-finite weights, what would leave a dtype's range
     held_in: tuple[str, ...]  # parameters that hold them
@@ -56,6 +57,11 @@ class BalanceReport:
             return f"nothing to rescale: the model has no free scale ({why}){self._kept()}"
         verdict = "at the optimum" if self.converged else "NOT at the optimum"
         where = ", ".join(self.held_in[:3]) + (", ..." if len(self.held_in) > 3 else "")
+        if self.held == self.num_scales:
+            return (
+                f"nothing was balanced: all {self.held:,} scales are held where they were ({where}), because what they "
+                f"multiply is zero, feeds nothing or is not finite; the norm is {self.norm_after:.6g}"
+            )
         held = f"; {self.held:,} held where they were ({where})" if self.held else ""
         return (
             f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}, {verdict} (imbalance {self.imbalance:.1e}) over "
@@ -113,7 +119,7 @@ def balance_(
     Args:
         p: which norm, any p > 0.
         c: asymmetry (stock2019, section 3.7): c > 1 moves energy towards the output.
-        tol: largest |log(incoming / outgoing mass)| accepted.
+        tol: largest `|log(incoming / outgoing mass)|` accepted.
         parameters: names or patterns of the parameters that count in the norm, or of modules, which stand for all that
             is in them; by default all that multiply (weights and gains, not biases).
         time_limit: seconds after which the best point so far is taken, and reported as not converged.
@@ -148,7 +154,7 @@ def balance_(
     counting_here = layouts(here, p, c, counted)
     cpu = torch.device("cpu")
     objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, here.processes)
-    objective.load(here.values)
+    objective.load_any(here.values)
     objective.fixed[:-1] |= symmetry.absorbed  # no norm of weights has a minimum there
     solution = _within_range(here, objective, tol, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
@@ -162,7 +168,7 @@ def balance_(
         imbalance=solution.imbalance,
         iterations=solution.iterations,
         seconds=seconds,
-        converged=solution.converged,
+        converged=solution.converged and not (symmetry.num_scales and bool(still.all())),
         num_scales=symmetry.num_scales,
         held=int(still.sum()),
         held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
@@ -223,12 +229,23 @@ def _first_reason(symmetry: Symmetry) -> str:
 
 
 def _norm(symmetry: Symmetry, counted: Counts, p: float) -> float:
-    """The Lp norm of the parameters that count, in float64."""
-    total = 0.0
-    for w in symmetry.parameters:
-        if counted(w) and (tensor := symmetry.values(w.name).detach()).numel():
-            total += w.share * float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
-    return float(symmetry.processes.sum(torch.tensor(total, dtype=torch.float64))) ** (1.0 / p)
+    """The Lp norm of the parameters that count, in float64; it overflows only if it is larger than any number."""
+    counts = [w for w in symmetry.parameters if counted(w) and w.share]
+    logs = [p * _log_norm(symmetry.values(w.name).detach(), p) + log(w.share) for w in counts]
+    total = torch.tensor(logs or [float("-inf")], dtype=torch.float64).logsumexp(0)
+    return float(symmetry.processes.log_sum(total).div(p).exp())
+
+
+def _log_norm(tensor: Tensor, p: float) -> float:
+    if not tensor.numel():
+        return float("-inf")
+    norm = float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64))
+    if 1e-100 < norm < 1e100:
+        return log(norm)
+    largest = tensor.abs().amax().double()
+    if not 0 < float(largest) < float("inf"):
+        return float(largest.log())
+    return float(largest.log() + torch.linalg.vector_norm(tensor / largest, p, dtype=torch.float64).log())
 
 
 def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline: float | None) -> Solution:

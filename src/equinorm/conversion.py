@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .models.flat import refuse_flat_model, refuse_shards
 from .models.graph import Call, ModuleGraph
 from .models.kinds import (
     affine_of,
@@ -99,6 +100,8 @@ def convert(
         )
     options = _checked_options(chosen, options)
     keep = Keep(model, keep).patterns
+    refuse_flat_model(model)
+    refuse_shards(model, "equinorm.convert", "convert the model before it is sharded")
     if not inplace:
         model = deep_copy(model)
     with model_kept(model) if inplace else nullcontext():
@@ -196,6 +199,10 @@ def fold(
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if unwrap(model) is not model:
         raise TypeError(f"fold the module inside the {type(model).__name__}, not the wrapper")
+    refuse_flat_model(model)
+    refuse_shards(
+        model, "equinorm.fold", "fold a copy of the model that is not sharded, with the weights loaded into it"
+    )
     methods()  # of which the modules are
     kept_as_asked = Keep(model, keep)
     if not inplace:

@@ -15,12 +15,14 @@ from ..balance import counting, symmetry_of
 from ..launch import ORDINARY
 from ..models.frozen import Frozen, check_frozen, untrained
 from ..models.handle import Handle
+from ..models.sharding import reshard
 from ..symmetry import ScaledParameter, Symmetry
 from .biases import SafeBiases
 from .optimizer_state import check_optimizer, state_rule
 from .steps.backends import BACKENDS, prepare
 from .steps.plain import PlainStep
 from .steps.protocol import Problem, Step, TrainingState
+from .steps.sharded import ShardedStep
 
 __all__ = ["ENorm"]
 
@@ -150,7 +152,7 @@ class ENorm:
             raise RuntimeError("this ENorm is attached already: remove() its handle first")
         hooks = [self.optimizer.register_step_post_hook(lambda *_: self.step())]
         if len(self.biases):
-            hooks.append(self.optimizer.register_step_pre_hook(lambda *given: self.biases.before_hook(*given)))
+            hooks.append(self.optimizer.register_step_pre_hook(lambda *given: self._before_hook(*given)))
         self.biases.attended = True
         self._handle = Handle(f"ENorm attached to {type(self.optimizer).__name__}", hooks, then=self._detach)
         return self._handle
@@ -175,6 +177,7 @@ class ENorm:
                 "every n-th call only)"
             )
         if len(self.biases):
+            self._reshard()
             self.biases.before_step()
 
     @torch.no_grad()
@@ -332,7 +335,19 @@ class ENorm:
         if self.prepared.step(state):
             self._seen = self._look(state)
 
+    def _before_hook(self, *given: Any) -> Any:
+        self._reshard()
+        return self.biases.before_hook(*given)
+
+    def _reshard(self) -> None:
+        """A forward pass without a backward leaves whole weights in the place of shards: those would move in vain."""
+        if self.backend == ShardedStep.name:
+            reshard(self.symmetry.model)
+            for other in self.companions:
+                reshard(other.model)
+
     def _training_state(self) -> TrainingState:
+        self._reshard()
         return TrainingState(self.weights(), self.optimizer, self.companions, self.gradients, self.biases)
 
     def _look(self, state: TrainingState) -> list[Any]:

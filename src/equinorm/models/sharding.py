@@ -53,10 +53,10 @@ def local(tensor: Tensor) -> Tensor:
 class Part:
     """Which of a tensor's elements this process holds."""
 
-    shape: torch.Size  # of the part
+    whole: torch.Size  # the tensor's shape
+    shape: torch.Size  # that of the part
     places: tuple[Tensor | None, ...]  # along each axis of the whole: where these are; None: all of them
     shards: int  # different parts that there are
-    owner: str = ""  # for errors
 
     def of(self, whole: Tensor) -> Tensor:
         """This part of a tensor of the whole one's number of axes, or more; those of length one stay as they are."""
@@ -64,6 +64,14 @@ class Part:
             if places is not None and whole.shape[axis] > 1:
                 whole = whole.index_select(axis, places.to(whole.device))
         return whole
+
+    def spread(self, values: Tensor, axis: int) -> Tensor:
+        """A part's values in their places along an axis of the whole; 0 in all others."""
+        places = self.places[axis]
+        if places is None:
+            return values
+        whole = values.new_zeros([*values.shape[:axis], self.whole[axis], *values.shape[axis + 1 :]])
+        return whole.index_copy_(axis, places.to(values.device), values)
 
     def split_axes(self) -> list[int]:
         """The axes along which this is a part."""
@@ -77,7 +85,7 @@ class Part:
 def part_of(tensor: Tensor, name: str = "a tensor") -> Part:
     """The part of a tensor that this process holds; ValueError where it cannot be told."""
     if not is_sharded(tensor):
-        return Part(tensor.shape, (None,) * tensor.ndim, 1)
+        return Part(tensor.shape, tensor.shape, (None,) * tensor.ndim, 1)
     dtensor: Any = tensor
     mesh, placements = dtensor.device_mesh, dtensor.placements
     here = mesh.get_coordinate()
@@ -102,7 +110,7 @@ def part_of(tensor: Tensor, name: str = "a tensor") -> Part:
             f"{name} of shape {tuple(tensor.shape)} is placed by {placements} on {mesh} in a way that equinorm does "
             f"not know: this process holds {tuple(local(tensor).shape)} of it, not {tuple(shape)}"
         )
-    return Part(shape, tuple(places), shards)
+    return Part(tensor.shape, shape, tuple(places), shards)
 
 
 def placement(tensor: Tensor) -> Hashable:
@@ -152,6 +160,14 @@ class Processes:
 
     def largest(self, values: Tensor) -> Tensor:
         return values
+
+    def log_sum(self, logs: Tensor) -> Tensor:
+        """The logarithms of the sums of all processes' exponentials."""
+        if self.count == 1:
+            return logs
+        top = self.largest(logs)
+        top = top.masked_fill(~torch.isfinite(top), 0.0)
+        return self.sum((logs - top).exp()).log() + top
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """The values of each process."""

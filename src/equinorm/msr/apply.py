@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..models.flat import refuse_shards
 from ..models.inputs import call
 from ..models.layers import CONVOLUTIONS, TRANSPOSED, LayerReport, select, tied_weights
 from ..models.modes import evaluating
@@ -64,6 +65,7 @@ def mean_shift_rejection_(
 
     >>> print(mean_shift_rejection_(model, keep=["decoder"]))
     """
+    refuse_shards(model, "mean_shift_rejection_", "put it on the model before it is sharded")
     first = first_spatial(model, example_inputs) if exclude_first else None
     scaled: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}

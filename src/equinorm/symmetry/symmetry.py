@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of
+from ..models.flat import refuse_flat_model
+from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
@@ -66,12 +67,13 @@ class ScaledParameter:
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-        factor = torch.ones([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
+        # one exponential of the difference: each by itself may be out of range where their product is not
+        log_factor = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
         if self.out is not None:
-            factor = factor * self.out.log_scale(padded).exp()
+            log_factor = log_factor + self.out.log_scale(padded)
         if self.into is not None:
-            factor = factor * self.into.log_scale(padded).neg().exp()
-        return factor
+            log_factor = log_factor - self.into.log_scale(padded)
+        return log_factor.exp()
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
@@ -127,8 +129,11 @@ class Symmetry:
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
-        """The same symmetry on another copy of the model (an average of its weights, a deepcopy)."""
+        """The same symmetry on another copy of the model: an average of its weights, a deepcopy, a sharded one."""
+        refuse_flat_model(model)
         model = unwrap(model)
+        refuse_flat_model(model)
+        reshard(model)
         for parameter in self.moving:
             other = _parameter(model, parameter.name)
             if other.shape != parameter.shape:
@@ -284,7 +289,10 @@ def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], proce
 def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     """Where the largest value that a factor meets would overflow, or vanish; in the factor's shape."""
     axes = [a for a in range(tensor.ndim) if a >= factor.ndim or factor.shape[a] == 1]
-    largest = tensor.detach().abs().amax(axes, keepdim=True).to(factor) if tensor.numel() else factor.new_zeros(())
+    largest = tensor.detach().abs() if tensor.numel() else factor.new_zeros(())
+    if axes and tensor.numel():  # over no axes `amax` would take all
+        largest = largest.amax(axes, keepdim=True)
+    largest = largest.to(factor)
     limit = torch.finfo(tensor.dtype)
     after = largest * factor
     bad = ~(after <= limit.max) | ((after < limit.tiny) & (largest >= limit.tiny))

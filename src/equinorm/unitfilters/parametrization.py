@@ -30,6 +30,7 @@ class UnitFilter(nn.Module):
     """
 
     gain: Tensor
+    holds_length = True  # a direction has no length that could decay
 
     def __init__(self, weight: Tensor, *, dim: int = 0, zero_mean: bool | Over = False, learned: bool = False) -> None:
         super().__init__()

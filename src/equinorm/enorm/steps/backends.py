@@ -13,6 +13,7 @@ from ..biases import Gains
 from .fused import ParameterLayouts
 from .plain import PlainStep
 from .protocol import Problem, Step
+from .sharded import ShardedStep
 from .structure import InexpressibleError
 
 __all__ = ["BACKENDS", "prepare"]
@@ -28,8 +29,6 @@ def prepare(backend: str, problem: Problem, log_t: Tensor, gains: Gains) -> tupl
     fused = ("triton", "foreach") if log_t.device.type == "cuda" else ("foreach",)
     tensors, why_not = problem.tensors(), dict[str, str]()
     if any(map(is_sharded, tensors)):
-        from .sharded import ShardedStep
-
         if backend not in ("auto", "plain"):
             raise ValueError(f"backend={backend!r} is not possible where parameters are sharded: leave it at 'auto'")
         return ShardedStep(problem, log_t, gains), why_not
