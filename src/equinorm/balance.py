@@ -197,6 +197,7 @@ def optimum(
     counting_here = layouts(symmetry, p, c, counted)
     objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, symmetry.processes)
     objective.load_any(symmetry.values)
+    objective.fixed[:-1] |= symmetry.absorbed  # no norm of weights has a minimum there
     passes = _counting_passes(objective)
     solution = _within_range(symmetry, objective, tol, deadline)
     still = ~objective.free

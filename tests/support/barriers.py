@@ -6,6 +6,7 @@ around the barrier. The docstring, or the name, is the reason the barrier is one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,54 @@ def square_concatenated_with_itself() -> Example:
     """Two columns of the next weight with exponents -1 and -2, which must be kept apart: 5 + 4."""
     model, example, _ = around(lambda m, y: torch.cat([y, y * y], -1), out=10)
     return model, example, 5 + 4
+
+
+@barrier
+def a_matrix_in_a_buffer() -> Example:
+    """Its zeros may be loaded over: all units that it mixes have one scale."""
+    return around(lambda m, y: F.relu(y @ m.matrix), matrix=torch.eye(5).flip(0))
+
+
+@barrier
+def minus_infinity_that_is_not_only_padding() -> Example:
+    """The hyperbolic tangent of minus infinity is -1."""
+    return around(lambda m, y: F.max_pool1d(torch.tanh(F.pad(y, (1, 1), value=-math.inf)), 3, stride=1))
+
+
+@barrier
+def padded_with_a_number_before_a_maximum() -> Example:
+    return around(lambda m, y: F.max_pool1d(F.pad(y, (1, 1), value=-0.1), 3, stride=1))
+
+
+@barrier
+def distances_to_learned_points_counted() -> Example:
+    """Order 0 counts the coordinates that differ; both sides have one scale."""
+    return around(lambda m, y: torch.cdist(y, m.points, p=0.0), points=w(5, 5))
+
+
+@barrier
+def distances_to_fixed_points() -> Example:
+    return around(lambda m, y: torch.cdist(y, m.points), points=x2(5, 5))
+
+
+@barrier
+def outer_product_of_free_vectors() -> Example:
+    """Two scales meet in every element."""
+    return around(lambda m, y: torch.outer(y[:, 0], y[0]))
+
+
+@barrier
+def negated_integers() -> Example:
+    """The bits of a rounded number."""
+    return around(lambda m, y: (~(3 * y).round().to(torch.int64)).to(y.dtype))
+
+
+@barrier
+def products_of_features_without_a_softmax() -> Example:
+    """Like scores of one key head, but what follows is a layer: either is frozen, and what is left moves."""
+    return around(
+        lambda m, y: torch.einsum("nhd,nd->nh", m.q(y).view(-1, 5, 3), m.k(y)), q=nn.Linear(5, 15), k=nn.Linear(5, 3)
+    )
 
 
 @barrier

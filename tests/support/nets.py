@@ -182,6 +182,110 @@ def linear_without_activation() -> Example:
 
 
 @free
+def permuted_by_a_matrix() -> Example:
+    """x · P for a permutation P moves the scales: 5, and each unit keeps its own."""
+    net = Net(
+        lambda m, x: m.head(F.relu(m.stem(x) @ torch.eye(5, dtype=x.dtype)[torch.tensor([3, 0, 4, 1, 2])])),
+        stem=nn.Linear(3, 5),
+        head=nn.Linear(5, 2),
+    )
+    return net, x2(6, 3), 5
+
+
+@free
+def summed_by_a_matrix_of_blocks() -> Example:
+    """Two outputs are sums of 2 and 3 units, the third of none: 2."""
+    blocks = torch.tensor([[1.0, 0, 0], [2, 0, 0], [0, 1, 0], [0, -1, 0], [0, 3, 0]])
+    net = Net(
+        lambda m, x: m.head(F.relu(m.stem(x) @ torch.tensor(blocks.tolist(), dtype=x.dtype))),
+        stem=nn.Linear(3, 5),
+        head=nn.Linear(3, 2),
+    )
+    return net, x2(6, 3), 2
+
+
+@free
+def padded_with_minus_infinity() -> Example:
+    """What is padded before a maximum is never the maximum: 5."""
+    net = Net(
+        lambda m, x: m.head(F.max_pool2d(F.pad(m.stem(x), (1, 1, 1, 1), value=-math.inf), 3).flatten(1)),
+        stem=nn.Conv2d(3, 5, 3),
+        head=nn.Linear(20, 2),
+    )
+    return net, x2(2, 3, 6, 6), 5
+
+
+@free
+def outer_product() -> Example:
+    """A frozen gate times units: 5."""
+    net = Net(
+        lambda m, x: m.head(torch.outer(torch.sigmoid(m.gate(x)).view(-1), m.stem(x[0]))),
+        stem=nn.Linear(3, 5),
+        gate=nn.Linear(3, 1),
+        head=nn.Linear(5, 2),
+    )
+    return net, x2(6, 3), 5
+
+
+@free
+def distances() -> Example:
+    """Distances between rows have the one scale of all features: 1, and the hidden layer's 4."""
+    net = Net(
+        lambda m, x: m.head(F.relu(m.hidden(torch.cdist(m.stem(x), m.stem(x.flip(0)))))),
+        stem=nn.Linear(3, 5),
+        hidden=nn.Linear(6, 4),
+        head=nn.Linear(4, 2),
+    )
+    return net, x2(6, 3), 1 + 4
+
+
+@free
+def masked_by_a_negated_mask() -> Example:
+    """The sign of a unit, negated, masks others: 5, and those it looks at 5."""
+    net = Net(
+        lambda m, x: m.head(m.stem(x).masked_fill(~(m.gate(x) > 0), 0.0)),
+        stem=nn.Linear(3, 5),
+        gate=nn.Linear(3, 5),
+        head=nn.Linear(5, 2),
+    )
+    return net, x2(6, 3), 5 + 5
+
+
+def _one_key_head(m: Any, x: Tensor, swapped: bool = False, memory: bool = False) -> Tensor:
+    q = m.q(x).view(*x.shape[:2], 2, 3)
+    k, v = m.k(x), m.v(x)
+    if memory:
+        k = torch.cat([m.memory_k.expand(len(x), -1, -1), k], 1)
+        v = torch.cat([m.memory_v.expand(len(x), -1, -1), v], 1)
+    scores = torch.einsum("bjd,bihd->bhij", k, q) if swapped else torch.einsum("bihd,bjd->bhij", q, k)
+    return m.out(torch.einsum("bhij,bjd->bihd", (scores / math.sqrt(3)).softmax(-1), v).flatten(2))
+
+
+def _one_key_head_parts() -> dict[str, nn.Module]:
+    return {"q": nn.Linear(4, 6), "k": nn.Linear(4, 3), "v": nn.Linear(4, 3), "out": nn.Linear(6, 2)}
+
+
+@free
+def one_key_head_by_einsum() -> Example:
+    """Two query heads share one key head: 3 pairs of features, and 3 of values."""
+    return Net(_one_key_head, **_one_key_head_parts()), x2(2, 5, 4), 3 + 3
+
+
+@free
+def one_key_head_by_einsum_keys_first() -> Example:
+    return Net(lambda m, x: _one_key_head(m, x, swapped=True), **_one_key_head_parts()), x2(2, 5, 4), 3 + 3
+
+
+@free
+def one_key_head_with_memory() -> Example:
+    """Learned keys and values beside the computed ones, which scale with them: 3 + 3."""
+    net = Net(
+        lambda m, x: _one_key_head(m, x, memory=True), **_one_key_head_parts(), memory_k=w(2, 3), memory_v=w(2, 3)
+    )
+    return net, x2(2, 5, 4), 3 + 3
+
+
+@free
 def capped_per_channel() -> Example:
     """min(relu(x), c) with a cap for each unit, which scales with it."""
     net = Net(

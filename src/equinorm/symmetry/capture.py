@@ -334,8 +334,8 @@ def is_inplace(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory a node writes to, by the schema of its op: of all arguments, in lists and by keyword."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
+    if not isinstance(node.target, torch._ops.OpOverload) or str(node.target) == "aten.detach_.default":
+        return []  # which writes no number
     written: list[fx.Node] = []
     for position, declared in enumerate(node.target._schema.arguments):
         if declared.alias_info is None or not declared.alias_info.is_write:

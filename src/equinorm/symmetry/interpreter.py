@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from . import labels as lb
 from .capture import Captured, Memory, is_inplace, keeps_labels, memory_of, written_by
+from .groups import Groups
+from .invariances import Norms
 from .scales import FROZEN, ZERO, Scales
 from .shapes import is_symbol, size_of, symbolic_axes
 from .traceless import is_plain
@@ -102,9 +104,10 @@ def _without_symbols(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 class Interpreter:
     """Runs the graph on labels. Rules (see `rules/`) are called with it and an op's arguments."""
 
-    def __init__(self, captured: Captured, batchnorm: str = "preserve") -> None:
+    def __init__(self, captured: Captured, batchnorm: str = "preserve", norms: Norms | None = None) -> None:
         self.captured = captured
         self.batchnorm = batchnorm
+        self.norms = norms  # where norms absorb scales: their ε, which follow
         self.scales = Scales()
         self.forms: dict[str, Form] = {}
         self.nodes: list[fx.Node] = []  # every node met, in order; scales and roles refer to them by index
@@ -112,6 +115,9 @@ class Interpreter:
         self.unknown_ops: dict[str, int] = {}  # ops without a rule, and the first node that used each
         self.failed_rules: dict[str, str] = {}  # ops whose rule could not cope with its arguments, and why
         self.depends: list[list[int]] = []  # for each node, the nodes it reads
+        parameters = (n for n in captured.module.graph.nodes if n.name in captured.parameters)
+        dtypes = {n.meta["val"].dtype for n in parameters if isinstance(n.meta.get("val"), Tensor)}
+        self._own_dtypes = {dtype for dtype in dtypes if _is_float(dtype)} or {torch.float32}
         self._index: dict[fx.Node, int] = {}
         self._outer: list[int] = []  # what the region being interpreted depends on
         self._scopes: list[tuple[dict[fx.Node, Any], Memory]] = []  # the graphs being interpreted, the outermost first
@@ -123,6 +129,8 @@ class Interpreter:
         inputs = [self._placeholder(name) for name in program.placeholders]
         outputs = self.graph(program.module, inputs)
         self.freeze(*self._tensors(outputs))  # what leaves the model keeps its scale
+        if self.norms is not None:
+            self.norms.finish(self)
 
     def graph(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Interpret one graph; called again for the sub-graphs of `no_grad` and autocast regions."""
@@ -248,6 +256,7 @@ class Interpreter:
                  if isinstance(t, Tensor)]  # fmt: skip
         symbolic = symbolic_axes(node) or [[] for t in tensors if isinstance(t, Tensor)]
         axes = iter(symbolic)
+        loses = self.rounds if self.op_name in ("to", "_to_copy", "type_as") else _holds_less
         for i, (value, tensor) in enumerate(zip(made, tensors, strict=True)):
             if not isinstance(tensor, Tensor):
                 continue
@@ -259,7 +268,7 @@ class Interpreter:
             if value.known is not None:
                 if value.known.dtype != tensor.dtype:
                     made[i] = activation(self.frozen_labels(value.shape), static=True)
-            elif any(_holds_less(tensor.dtype, dtype) for dtype in given) or not _is_float(tensor.dtype):
+            elif any(loses(tensor.dtype, dtype) for dtype in given) or not _is_float(tensor.dtype):
                 self.freeze(value)
         return pytree.tree_unflatten(made, structure)
 
@@ -289,6 +298,7 @@ class Interpreter:
             return self._barrier(args, kwargs)  # what it does to elements that are not there cannot be seen
         from .rules import find_rule
 
+        args, kwargs, groups = self._grouped(args, kwargs)
         rule = find_rule(self.op)
         if rule is None:
             self.unknown_ops.setdefault(str(node.target), self.now)
@@ -301,7 +311,10 @@ class Interpreter:
             self.failed_rules.setdefault(str(node.target), f"{type(error).__name__}: {error}".splitlines()[0])
             return self._barrier(args, kwargs)
         self.freeze(*self._tensors(arguments.unseen()))  # whatever a rule does not mention is frozen
-        return self._barrier(args, kwargs) if result is NotImplemented else result
+        result = self._barrier(args, kwargs) if result is NotImplemented else result
+        if groups is not None:
+            result = pytree.tree_map(lambda v: replace(v, groups=groups) if isinstance(v, Value) else v, result)
+        return result
 
     def _check_shapes(self, result: Any) -> None:
         """A rule gives each result the shape that the graph says."""
@@ -334,6 +347,34 @@ class Interpreter:
         self._enter(node)  # after its content, so that nodes stay in the order of their dependence
         self.depends[self.now] += range(here, self.now)
         return result
+
+    def rounds(self, dtype: torch.dtype, before: torch.dtype) -> bool:
+        """Whether a cast loses digits that matter: to less than float32, and to less than the parameters have."""
+        if not _holds_less(dtype, before):
+            return False
+        return _holds_less(dtype, torch.float32) and all(_holds_less(dtype, own) for own in self._own_dtypes)
+
+    def _grouped(self, args: Any, kwargs: Any) -> tuple[Any, Any, Groups | None]:
+        """The arguments of an op, and the groups of rows that its result has too.
+
+        Which rows belong to which expert is not known, so their labels stand at representative places. Ops that treat
+        every row by itself may use them; for any other the rows have one scale.
+        """
+        values = [v for v in self._tensors((args, kwargs)) if v.groups is not None]
+        if not values:
+            return args, kwargs, None
+        groups = values[0].groups
+        assert groups is not None
+        if all(v.groups == groups for v in values) and groups.passes(self.node, self._tensors((args, kwargs))):
+            return args, kwargs, groups
+
+        def without(leaf: Any) -> Any:
+            if not isinstance(leaf, Value) or leaf.groups is None:
+                return leaf
+            return activation(self.collapse(leaf.labels, [0]), static=leaf.static)
+
+        args, kwargs = pytree.tree_map(without, (args, kwargs))
+        return args, kwargs, None
 
     def _fold(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Compute an op whose inputs are all known, so that constant indices keep their values."""
@@ -451,6 +492,14 @@ class Interpreter:
         """Demand that the elements of a parameter scale by s[plus] / s[minus] (label tensors of the value's shape)."""
         assert value.parameter is not None
         form = self.forms[value.parameter]
+        if form.shift != value.shift and not role.freezes:
+            if any(not other.freezes for other in form.roles):  # w and 1 + w cannot both scale
+                for labels in (plus, minus):
+                    if labels is not None:
+                        self.scales.freeze(lb.narrowed(labels), self.now)
+                role = Role(self.now, multiplies=False, freezes=True)
+                plus, minus, value = lb.constant(FROZEN, value.shape), None, replace(value, shift=form.shift)
+            form.shift = value.shift
         form.roles.append(role)
         new_plus = self._to_parameter(value, form.shape, plus)
         new_minus = None if minus is None else self._to_parameter(value, form.shape, minus)

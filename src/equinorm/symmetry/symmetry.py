@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
 from .holding import holding
 from .interpreter import Interpreter
+from .invariances import MODES, Carried, Norms
 from .scales import FROZEN
 from .verify import (
     LARGEST,
@@ -67,7 +68,14 @@ class ScaledParameter:
     multiplicative: bool  # weights and gains count in the norm, biases and offsets do not
     depth: int  # linear layers between it and the output, on the longest path
     fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, along a last axis of their own
+    shift: float = 0.0  # the factor multiplies w + shift: 1 for a gain that is stored minus 1
     share: float = 1.0  # by what a sum over its elements is multiplied: below 1 where other processes hold copies
+
+    def moved(self, tensor: Tensor, factor: Tensor) -> Tensor:
+        """A tensor after the move, in its dtype."""
+        if not self.shift:
+            return tensor * factor.to(tensor)
+        return ((tensor.double() + self.shift) * factor.to(tensor.device) - self.shift).to(tensor.dtype)
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
@@ -105,7 +113,7 @@ class Symmetry:
 
     def __init__(self, model: nn.Module, captured: Captured, interpreter: Interpreter) -> None:
         self.model = model
-        self.parameters, self.birth = _compile(interpreter)
+        self.parameters, self.carried, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
         self.processes = ALONE
         self.verification = Verification(done=False, why_not="it was not asked for")
@@ -123,6 +131,9 @@ class Symmetry:
         explanation = self._explainer()
         if self.verification.frozen:
             explanation = replace(explanation, summary=f"{explanation.summary}\n{self.verification}")
+        if self.carried:
+            follow = f"what norms absorb: {len(self.carried)} numbers and statistics of theirs follow"
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{follow}")
         if self.held:
             some = ", ".join(self.held[:3]) + (f" and {len(self.held) - 3} more" if len(self.held) > 3 else "")
             left = f"{self.num_scales:,} free scale{'' if self.num_scales == 1 else 's'} left"
@@ -141,6 +152,8 @@ class Symmetry:
                 raise ValueError(
                     f"{parameter.name} has shape {tuple(other.shape)} there and {tuple(parameter.shape)} here"
                 )
+        for carried in self.carried:
+            carried.value(model)
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, model=model)
         return twin
@@ -155,7 +168,13 @@ class Symmetry:
             return self
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
-        twin.parameters, twin.birth = holding(self.parameters, self.birth, held)
+        followers = [
+            ScaledParameter(f"number {i}", torch.Size([]), c.term, None, False, 0) for i, c in enumerate(self.carried)
+        ]
+        left, twin.birth = holding([*self.parameters, *followers], self.birth, held)
+        twin.parameters, followers = left[: len(self.parameters)], left[len(self.parameters) :]
+        both = zip(self.carried, followers, strict=True)
+        twin.carried = [replace(carried, term=w.out) for carried, w in both if w.out is not None]
         twin.num_scales = len(twin.birth)
         return twin
 
@@ -181,6 +200,16 @@ class Symmetry:
         """The parameters with at least one free scale."""
         return [p for p in self.parameters if p.moves]
 
+    @property
+    def absorbed(self) -> Tensor:
+        """Which scales a norm absorbs (or a gain that is stored minus 1 carries): no norm of weights has a minimum
+        there, so what looks for one holds them."""
+        held = torch.zeros(self.num_scales + 1, dtype=torch.bool)
+        shifted = [term for w in self.parameters if w.shift for term in (w.out, w.into) if term is not None]
+        for term in (*(carried.term for carried in self.carried), *shifted):
+            held[term.index.reshape(-1)] = True
+        return held[:-1]
+
     def tensor(self, name: str) -> Tensor:
         """A parameter of the bound model."""
         return _parameter(self.model, name)
@@ -200,22 +229,59 @@ class Symmetry:
         factors = here.factors(log_scales)
         tensors = [here.values(name) for name in factors]
         _check_range(factors, tensors, here.processes)
+        padded = self._padded(log_scales)
+        numbers = [(carried, carried.moved(self.model, padded)) for carried in self.carried]
+        shifts = {w.name: w for w in here.moving if w.shift}
         # a factor may leave the range of half precision where what it makes of a weight does not
         exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
-        with tensors_kept(tensors):
-            for tensor, factor in zip(tensors, moved, strict=True):
-                tensor.mul_(factor)
+        buffers = [carried.value(self.model) for carried in self.carried]
+        with tensors_kept([*tensors, *(b for b in buffers if isinstance(b, Tensor))]), self._numbers_kept():
+            for name, tensor, factor in zip(factors, tensors, moved, strict=True):
+                if name in shifts:
+                    tensor.copy_(shifts[name].moved(tensor, factors[name]))
+                else:
+                    tensor.mul_(factor)
+            for (carried, value), buffer in zip(numbers, buffers, strict=True):
+                if isinstance(buffer, Tensor):
+                    buffer.copy_(value)  # type: ignore[arg-type]
+                else:
+                    setattr(self.model.get_submodule(carried.module), carried.attribute, value)
+
+    def others(self, log_scales: Tensor) -> dict[str, Tensor | float]:
+        """What the numbers, statistics and shifted gains become that a factor alone does not move, by name."""
+        padded = self._padded(log_scales)
+        found: dict[str, Tensor | float] = {c.name: c.moved(self.model, padded) for c in self.carried}
+        for w in self.moving:
+            if w.shift:
+                found[w.name] = w.moved(self.tensor(w.name).detach(), w.factor(padded))
+        return found
+
+    @contextmanager
+    def _numbers_kept(self) -> Iterator[None]:
+        """Numbers on modules are what they were if the block raises."""
+        owners = [(self.model.get_submodule(c.module), c.attribute) for c in self.carried]
+        before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in owners]
+        try:
+            yield
+        except BaseException:
+            for owner, attribute, value in before:
+                if not isinstance(value, Tensor):
+                    setattr(owner, attribute, value)
+            raise
 
     def factors(self, log_scales: Tensor) -> dict[str, Tensor]:
         """The positive factor on each parameter, broadcastable to its shape, in float64."""
+        padded = self._padded(log_scales)
+        return {p.name: p.factor(padded) for p in self.moving}
+
+    def _padded(self, log_scales: Tensor) -> Tensor:
         log_scales = torch.as_tensor(log_scales, dtype=torch.float64, device="cpu")
         if log_scales.shape != (self.num_scales,):
             raise ValueError(f"log_scales must have shape ({self.num_scales},), got {tuple(log_scales.shape)}")
         if not bool(torch.isfinite(log_scales).all()):
             raise ValueError("log_scales must be finite")
-        padded = torch.cat([log_scales, log_scales.new_zeros(1)])
-        return {p.name: p.factor(padded) for p in self.moving}
+        return torch.cat([log_scales, log_scales.new_zeros(1)])
 
 
 def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], processes: Processes) -> None:
@@ -254,6 +320,7 @@ def trace(
     keep: Iterable[str] = (),
     batchnorm: str = "preserve",
     verify: bool | None = None,
+    invariances: bool | str = False,
 ) -> Symmetry:
     """Find every positive rescaling of a model's parameters that leaves its function unchanged.
 
@@ -266,12 +333,22 @@ def trace(
             the rescalings found change the function of a net with BatchNorm.
         verify: whether to run the model once as it is and once with all scales moved, on copies, and to freeze what
             changes the outputs. By default where that costs less than the trace; `symmetry.verification` says.
+        invariances: True: norms take the scale of what they read, one for a module, and their ε (and running
+            statistics) change with the weights. "inference": BatchNorm in evaluation one per channel, carried by its
+            running statistics, which later training would not find useful. No norm of weights has a minimum along
+            these directions (`symmetry.absorbed`): `balance_` to the least norm leaves them where they are.
     """
     if batchnorm not in ("preserve", "ignore"):
         raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
+    if invariances not in MODES:
+        raise ValueError(f"invariances must be True, False or 'inference', got {invariances!r}")
+    if invariances and batchnorm == "ignore":
+        raise ValueError(
+            "batchnorm='ignore' takes BatchNorm for absent, so there is nothing that invariances could find"
+        )
     captured = capture(model, example_inputs, keep)
     with torch.no_grad(), _on_the_host():
-        interpreter = Interpreter(captured, batchnorm)
+        interpreter = Interpreter(captured, batchnorm, Norms(unwrap(model), invariances) if invariances else None)
         interpreter.run()
         symmetry = Symmetry(unwrap(model), captured, interpreter)
     if batchnorm == "preserve" and verify is not False:
@@ -294,7 +371,8 @@ def _verified(
         symmetry.verification = Verification(done=False, why_not="the model is large: ask for it with verify=True")
         return symmetry
     try:
-        verifier = Verifier(model, example_inputs, vary=True)
+        shifted = {w.name for w in symmetry.moving if w.shift}
+        verifier = Verifier(model, example_inputs, vary=True, kept=shifted)
         before = verifier.run()
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -304,16 +382,18 @@ def _verified(
     frozen: list[str] = []
     while True:
         log_scales = log_factors(symmetry.num_scales, small)
+        if any(carried.shift for carried in symmetry.carried):
+            log_scales = log_scales.abs()  # a variance that grows stays positive
         integral = all(
             bool((term.exponent == term.exponent.round()).all())
             for w in symmetry.moving for term in (w.out, w.into) if term is not None
-        )  # fmt: skip
+        ) and not any(w.shift for w in symmetry.moving)  # fmt: skip
         limit = tolerance(before, exact=integral)
 
         def change(groups: list[int], s: Symmetry = symmetry, log_scales: Tensor = log_scales) -> float:
             moved = torch.where(torch.isin(s.birth, torch.tensor(groups)), log_scales, 0.0)
             try:
-                return relative_change(verifier.run(s.factors(moved)), before)
+                return relative_change(verifier.run(s.factors(moved), s.others(moved)), before)
             except Exception:
                 return math.inf  # an assertion about values, or a branch that only runs now
 
@@ -346,7 +426,7 @@ def _parameter(model: nn.Module, name: str) -> Tensor:
 # -- from labels to variables ------------------------------------------------------------------------------------------
 
 
-def _compile(t: Interpreter) -> tuple[list[ScaledParameter], Tensor]:
+def _compile(t: Interpreter) -> tuple[list[ScaledParameter], list[Carried], Tensor]:
     """Number the free scales that act on some parameter, in forward order, and express every form by them."""
     acting = acting_roots(t)
     number = torch.full((t.scales.size,), len(acting))
@@ -360,24 +440,32 @@ def _compile(t: Interpreter) -> tuple[list[ScaledParameter], Tensor]:
         index = number[torch.where(labels > FROZEN, roots, FROZEN)]
         return Term(index, exponents) if bool((index < len(acting)).any()) else None
 
-    found = []
+    found, carried = [], []
+    make = {} if t.norms is None else t.norms.carried
     for name, form in t.forms.items():
         if not form.roles:
             continue
         out, into = term(form.plus), term(form.minus)
+        if name in make:
+            if out is not None:
+                carried.append(make[name](out))
+            continue
         owners = [role.fan_in for role in form.roles if role.fan_in is not None]
         factors = [role.node for role in form.roles if role.multiplies] or [role.node for role in form.roles]
         fan_in = None if form.multiplicative or not owners else term(owners[0])
         found.append(
-            ScaledParameter(name, form.shape, out, into, form.multiplicative, max(depth[n] for n in factors), fan_in)
+            ScaledParameter(
+                name, form.shape, out, into, form.multiplicative, max(depth[n] for n in factors), fan_in, form.shift
+            )
         )
-    return found, t.scales.birth(acting)
+    return found, carried, t.scales.birth(acting)
 
 
 def acting_roots(t: Interpreter) -> Tensor:
     """Roots of free scales that change at least one parameter; sorted, which is the order of the graph."""
     acting: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
-    for form in t.forms.values():
+    numbers = () if t.norms is None else t.norms.carried
+    for form in (form for name, form in t.forms.items() if name not in numbers):
         sides = [_free_roots(t, term) for term in (form.plus, form.minus) if term is not None]
         if len(sides) < 2:
             acting += sides

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import labels as lb
+from .groups import Groups
 from .scales import FROZEN
 
 
@@ -30,6 +31,8 @@ class Value:
     parameter: str | None = None
     coordinates: tuple[Tensor | None, ...] = ()
     static: bool = False  # does not depend on the model's inputs
+    shift: float = 0.0  # a parameter plus this number is what this is: a gain that is stored minus 1
+    groups: Groups | None = None  # its rows belong to experts, which does not say to which: see `groups`
     table: bool = False  # a parameter read row by row: an embedding, so a weight although nothing multiplies it
     fan_in: Tensor | None = (
         None  # per element, labels of the inputs of the linear layer that made it (a last axis more)
@@ -46,6 +49,10 @@ class Value:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    def plus(self, number: float) -> Value:
+        """A parameter to which a number was added, as a gain of its own."""
+        return replace(self, shift=number)
 
     def mapped(self, function: Any, shape: torch.Size) -> Value:
         """The value after an op that only moves elements, given as a function on index-like tensors."""
@@ -83,6 +90,7 @@ class Form:
     plus: Tensor | None = None
     minus: Tensor | None = None
     roles: list[Role] = field(default_factory=list)
+    shift: float = 0.0  # it is the parameter plus this number that scales
 
     @property
     def multiplicative(self) -> bool:

@@ -9,7 +9,7 @@ that opened scales, and frozen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,14 @@ class CannotRunError(Exception):
 class Verifier:
     """Runs a model on copies, with some of its parameters multiplied."""
 
-    def __init__(self, model: nn.Module, example_inputs: Any, *, vary: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, example_inputs: Any, *, vary: bool = False, kept: Collection[str] = ()
+    ) -> None:
         """With `vary`, parameters whose values are all the same (offsets at 0, gains at 1) are run with other values:
-        as they are they would hide much, and what is free is so whatever their values."""
+        as they are they would hide much, and what is free is so whatever their values. Those `kept` are run as they
+        are: what they become is computed from their own values."""
         self.model = model
-        self.vary = vary
+        self.vary, self.kept = vary, kept
         tensors = [*model.parameters(), *model.buffers()]
         if any(tensor.is_meta for tensor in tensors):
             raise CannotRunError("the model is on the meta device")
@@ -80,35 +83,52 @@ class Verifier:
             raise CannotRunError("an input of integers is on the meta device, so its values are not known")
         return leaf.detach()
 
-    def run(self, factors: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        """The output tensors with these factors on these parameters, in the model's present mode."""
-        try:
-            return self._outputs(factors or {}, gradients=False)
-        except RuntimeError:  # a model may ask for gradients in its forward
-            return self._outputs(factors or {}, gradients=True)
+    def run(
+        self, factors: Mapping[str, Tensor] | None = None, others: Mapping[str, Tensor | float] | None = None
+    ) -> list[Tensor]:
+        """The output tensors with these factors on these parameters, in the model's present mode.
 
-    def _outputs(self, factors: Mapping[str, Tensor], gradients: bool) -> list[Tensor]:
-        copies = self._copies(factors, gradients)
+        `others` are new values of buffers, of parameters and of numbers on modules, by name.
+        """
+        try:
+            return self._outputs(factors or {}, others or {}, gradients=False)
+        except RuntimeError:  # a model may ask for gradients in its forward
+            return self._outputs(factors or {}, others or {}, gradients=True)
+
+    def _outputs(
+        self, factors: Mapping[str, Tensor], others: Mapping[str, Tensor | float], gradients: bool
+    ) -> list[Tensor]:
+        copies = self._copies(factors, others, gradients)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
         with forgotten(self.model), undisturbed(self.model), torch.set_grad_enabled(gradients):
             seed_all(0)
+            for name, value in others.items():
+                path, _, leaf = name.rpartition(".")
+                if not isinstance(value, Tensor):
+                    setattr(self.model.get_submodule(path), leaf, value)
             out = functional_call(self.model, copies, args, kwargs, tie_weights=False)
         return [leaf.detach() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
-    def _copies(self, factors: Mapping[str, Tensor], gradients: bool) -> dict[str, Tensor]:
+    def _copies(
+        self, factors: Mapping[str, Tensor], others: Mapping[str, Tensor | float], gradients: bool
+    ) -> dict[str, Tensor]:
         """Copies of all parameters and buffers, once for each module that holds them, multiplied where they move.
 
         A module with two names is given once: `functional_call` would take its first copy for what it has to put back.
         """
         generator = torch.Generator().manual_seed(2)
         copies = {id(buffer): buffer.detach().clone() for buffer in self.model.buffers()}
-        for parameter in self.model.parameters():
+        for name, parameter in self.model.named_parameters():
             copies[id(parameter)] = copy = parameter.detach().clone()
-            if self.vary and _is_constant(parameter):
+            if self.vary and name not in self.kept and _is_constant(parameter):
                 copy += 0.5 * torch.randn(copy.shape, generator=generator).to(copy)
         for name, factor in factors.items():
             parameter = self.model.get_parameter(name)
             copies[id(parameter)].mul_(_power_of_two(factor).to(parameter))
+        for name, value in others.items():
+            if isinstance(value, Tensor):
+                path, _, leaf = name.rpartition(".")
+                copies[id(getattr(self.model.get_submodule(path), leaf))] = value.clone()
         for parameter in self.model.parameters():
             copies[id(parameter)].requires_grad_(gradients and parameter.requires_grad)
         return {

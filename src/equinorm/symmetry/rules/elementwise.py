@@ -172,12 +172,13 @@ def clamp_tensor(t: Interpreter, a: Arguments) -> Any:
 def cast(t: Interpreter, a: Arguments) -> Any:
     """Floating-point casts keep the scale, `x.bool()` is a comparison with 0, integers are a barrier.
 
-    So is rounding float64 to less: whoever computes in float64 asks for more digits than would agree.
+    So is rounding to less than float32 and than the parameters have. What a model computes in float32 inside does not
+    depend on the dtype in which it is traced, and factors that are powers of two are exact in any.
     """
     value: Value = a["self"]
     a.get("other")  # only its dtype and device matter
     dtype, before = t.node.meta["val"].dtype, t.dtype_of(0)
-    if before == torch.float64 and dtype.is_floating_point and dtype != before:
+    if before is not None and t.rounds(dtype, before):
         return NotImplemented
     if dtype.is_floating_point:
         return (
@@ -193,8 +194,13 @@ def cast(t: Interpreter, a: Arguments) -> Any:
 
 @rule("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "rsub.Tensor")
 def addition(t: Interpreter, a: Arguments) -> Any:
-    a["alpha"]
-    return add(t, as_value(a["self"]), as_value(a["other"]))
+    alpha = a["alpha"]
+    x, y = a["self"], a["other"]
+    if t.norms is not None and t.op_name.rstrip("_") == "add" and alpha in (None, 1) and isinstance(x, Value):
+        number = y.known.item() if isinstance(y, Value) and y.known is not None and y.known.ndim == 0 else y
+        if (made := t.norms.added(t, x, number) or t.norms.shifted(t, x, number)) is not None:
+            return made
+    return add(t, as_value(x), as_value(y))
 
 
 @rule("maximum.default", "minimum.default", "max.other", "min.other", "fmax.default", "fmin.default", "hypot.default")
@@ -261,6 +267,16 @@ def multiplication(t: Interpreter, a: Arguments) -> Any:
     return multiply(t, as_value(a["self"]), as_value(a["other"]))
 
 
+@rule("outer.default", "ger.default")
+def outer(t: Interpreter, a: Arguments) -> Any:
+    """x[:, None] · y[None, :]."""
+    x: Value = a["self"]
+    y: Value = a["vec2"]
+    shape = torch.Size([x.shape[0], y.shape[0]])
+    column = x.mapped(lambda s: s[:, None].expand(shape), shape)
+    return multiply(t, column, y.mapped(lambda s: s[None].expand(shape), shape))
+
+
 @rule("div.Tensor", "div.Scalar", "true_divide.Tensor", "true_divide.Scalar", "div.Tensor_mode", "div.Scalar_mode")
 def division(t: Interpreter, a: Arguments) -> Any:
     if a.get("rounding_mode") is not None:
@@ -308,9 +324,10 @@ def glu(t: Interpreter, a: Arguments) -> Any:
 
 @rule("sign.default", "sgn.default", "signbit.default", "isnan.default", "isinf.default", "isfinite.default",
       "logical_not.default", "logical_and.default", "logical_or.default", "logical_xor.default", "isposinf.default",
-      "isneginf.default", "count_nonzero.default", "any.default", "any.dim", "all.default", "all.dim")  # fmt: skip
+      "bitwise_not.default", "isneginf.default", "count_nonzero.default",
+      "any.default", "any.dim", "all.default", "all.dim")  # fmt: skip
 def scale_blind(t: Interpreter, a: Arguments) -> Any:
-    """Depends on signs only: the input stays free, the output is frozen."""
+    """Depends on signs only: the input stays free, the output is frozen. (`bitwise_not` takes no other numbers.)"""
     a.everything()
     return t.frozen_result()
 
@@ -350,7 +367,7 @@ def zero_keeping_barrier(t: Interpreter, a: Arguments) -> Any:
       "erfc.default",
       "softmax.int", "_softmax.default", "log_softmax.int", "_log_softmax.default", "_safe_softmax.default",
       "logsumexp.default", "pow.Scalar", "alpha_dropout.default", "nll_loss.default", "nll_loss_nd.default",
-      "cross_entropy_loss.default", "mse_loss.default")  # fmt: skip
+      "cross_entropy_loss.default", "mse_loss.default", "floor_divide.default", "histc.default")  # fmt: skip
 def barrier(t: Interpreter, a: Arguments) -> Any:
     """Not homogeneous: the input is frozen."""
     values = [v for v in a.everything().values() if isinstance(v, Value)]

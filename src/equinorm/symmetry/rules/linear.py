@@ -7,18 +7,20 @@ here opens one new scale per output channel and hands the weight that form.
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .. import labels as lb
+from ..groups import Groups
 from ..interpreter import Arguments, Interpreter
-from ..scales import FROZEN
+from ..scales import FROZEN, ZERO
 from ..values import Role, Value, activation
 from .elementwise import add
-from .registry import rule
+from .registry import register_rule, rule
 
 # -- contractions ------------------------------------------------------------------------------------------------------
 
@@ -87,11 +89,21 @@ def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str
     shared = [letter for letter in x_axes if letter in y_axes]
     left, left_axes = _kept(t, t.labels(x), x_axes, keep="".join(shared) + out_axes)
     right, right_axes = _kept(t, t.labels(y), y_axes, keep="".join(shared) + out_axes)
+    for one, one_axes, other, other_axes in ((x, x_axes, y, y_axes), (y, y_axes, x, x_axes)):
+        if other.known is not None and (moved := _by_constant(t, one, one_axes, other.known, other_axes, out_axes)):
+            return activation(_arranged(*moved, out_axes, shape), static=one.static)
     if (still := t.all_frozen(right)) or t.all_frozen(left):
         # averaging with fixed weights (attention over values): what is summed has one scale
         free, axes = (left, left_axes) if still else (right, right_axes)
         free, axes = _kept(t, free, axes, keep=out_axes)
         return activation(_arranged(free, axes, out_axes, shape), static=x.static and y.static)
+
+    summed = [letter for letter in shared if letter not in out_axes]
+    both = ((left, left_axes), (right, right_axes))
+    if all(any(lb.varies(v, axes.index(c)) for c in summed) for v, axes in both) and _ends_in_softmax(t.node):
+        # scores: each pair of features has a scale, and since a softmax follows nothing else could be free
+        left, left_axes = _kept(t, left, left_axes, keep="".join(shared))
+        right, right_axes = _kept(t, right, right_axes, keep="".join(shared))
 
     def outside(labels: Tensor, axes: str) -> bool:
         """Whether labels change along an axis of their own tensor alone."""
@@ -108,6 +120,49 @@ def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str
     t.scales.freeze(lb.narrowed(left), t.now)
     right, right_axes = _kept(t, right, right_axes, keep=out_axes)
     return activation(_arranged(right, right_axes, out_axes, shape))
+
+
+# What may stand between scores and their softmax.
+_BETWEEN = frozenset({
+    "mul", "div", "add", "sub", "masked_fill", "where", "to", "_to_copy", "view", "reshape", "_unsafe_view", "clone",
+    "contiguous", "expand", "unsqueeze", "squeeze", "permute", "transpose", "type_as", "dropout", "slice", "detach",
+    "alias", "cat", "getitem", "tanh"
+})  # fmt: skip
+
+
+def _ends_in_softmax(node: fx.Node, steps: int = 16) -> bool:
+    """Whether all that is made of a result is a softmax of it."""
+    users = list(node.users)
+    names = [str(getattr(user.target, "__name__", user.target)).removeprefix("aten.").split(".")[0] for user in users]
+    if not users or not steps:
+        return False
+    return all(
+        "softmax" in name or (name.rstrip("_") in _BETWEEN and _ends_in_softmax(user, steps - 1))
+        for user, name in zip(users, names, strict=True)
+    )
+
+
+def _by_constant(
+    t: Interpreter, x: Value, x_axes: str, matrix: Tensor, matrix_axes: str, out_axes: str
+) -> tuple[Tensor, str] | None:
+    """The labels of x · P for a known P with zeros: an output has the scale of the inputs that it is made of.
+
+    A permutation moves scales; a matrix of blocks keeps those of its blocks apart.
+    """
+    summed = [c for c in matrix_axes if c in x_axes and c not in out_axes]
+    kept = [c for c in matrix_axes if c in out_axes and c not in x_axes]
+    if len(matrix_axes) != 2 or len(summed) != 1 or len(kept) != 1 or not bool((matrix == 0).any()):
+        return None
+    axis = x_axes.index(summed[0])
+    used = (matrix != 0).transpose(0, 1) if matrix_axes[0] == summed[0] else matrix != 0  # [outputs, inputs]
+    first = used.int().argmax(1)
+    labels = lb.narrowed(t.labels(x), keep=[axis]).movedim(axis, -1)
+    outputs, inputs = used.nonzero(as_tuple=True)
+    t.merge(labels[..., inputs], labels[..., first[outputs]])
+    made = torch.where(used.any(1), labels[..., first], ZERO)
+    left = [c for c in x_axes if c != summed[0]]
+    full = made.expand([*(x.shape[x_axes.index(c)] for c in left), made.shape[-1]])
+    return _kept(t, full, "".join([*left, kept[0]]), keep=out_axes)
 
 
 @rule("linear.default")
@@ -182,6 +237,41 @@ def einsum(t: Interpreter, a: Arguments) -> Any:
         target = output if i == len(operands) - 1 else "".join(needed)
         made, made_axes = contract(t, made, made_axes, operands[i], axes[i], target), target
     return made
+
+
+@register_rule("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+def grouped_product(t: Interpreter, a: Arguments) -> Any:
+    """Rows that are sorted by expert times the matrix [in, out] of their expert: one family of scales per expert."""
+    names = list(a.everything())
+    x: Value = a[names[0]]
+    weight: Value = a[names[1]]
+    source = t.node.args[2] if len(t.node.args) > 2 else t.node.kwargs.get("offs")
+    if weight.parameter is None or x.ndim != 2 or weight.ndim != 3 or not isinstance(source, fx.Node):
+        return NotImplemented
+    if any(v is not None and v is not x and v is not weight and v is not a[names[2]] for v in (a[n] for n in names)
+           if isinstance(v, Value)):  # fmt: skip
+        return NotImplemented  # a bias
+    groups = Groups(source, x.shape[0], weight.shape[0])
+    if groups.rows < groups.experts:  # not every expert has a row that could stand for it
+        return _of_any_expert(t, x, weight)
+    inputs = t.labels(x)
+    if x.groups == groups:
+        each = inputs[groups.first]
+        t.merge(inputs, each[groups.expert])
+    else:
+        each = t.collapse(inputs, [0]).expand(inputs.shape)[:1].expand(groups.experts, -1)
+    opened = t.fresh([groups.experts, weight.shape[2]])
+    plus, minus = opened[:, None].expand(weight.shape), each[:, :, None].expand(weight.shape)
+    t.assign(weight, plus=plus, minus=minus, role=Role(t.now, multiplies=True, layer=True))
+    return replace(activation(opened[groups.expert]), groups=groups)
+
+
+def _of_any_expert(t: Interpreter, x: Value, weight: Value) -> Value:
+    inputs = t.collapse(t.labels(x), [0]).expand(x.shape)[:1]
+    opened = t.fresh([1, weight.shape[2]])
+    plus, minus = opened[:, None].expand(weight.shape), inputs[:, :, None].expand(weight.shape)
+    t.assign(weight, plus=plus, minus=minus, role=Role(t.now, multiplies=True, layer=True))
+    return activation(opened.expand(x.shape[0], -1))
 
 
 @rule("tensordot.default")

@@ -9,6 +9,7 @@ import torch
 
 from .. import labels as lb
 from ..interpreter import Arguments, Interpreter
+from ..invariances import Norms
 from ..values import Value, activation
 from .elementwise import add, multiply
 from .registry import rule
@@ -38,7 +39,8 @@ def channel_norm(t: Interpreter, a: Arguments) -> Any:
     """Batch, instance and group norm: one gain and offset per channel (axis 1).
 
     With statistics of the batch the input's scale would cancel but for epsilon; with running statistics it does not.
-    Either way the input is frozen. `batchnorm="ignore"` treats batch norm as absent, as stock2019 did for ENorm + BN.
+    Either way the input is frozen, unless ε follows (`invariances`). `batchnorm="ignore"` treats batch norm as absent,
+    as stock2019 did for ENorm + BN.
     """
     x: Value = a["input"]
     values = [v for v in a.everything().values() if isinstance(v, Value)]
@@ -48,19 +50,33 @@ def channel_norm(t: Interpreter, a: Arguments) -> Any:
         t.freeze(*(v for v in (gain, offset) if v is not None))
         out = x
     else:
-        t.freeze(*(v for v in values if v is not gain and v is not offset))
+        absorbed = t.norms is not None and x.parameter is None and _absorb(t, t.norms, x, a)
+        t.freeze(*(v for v in values if v is not gain and v is not offset and not (absorbed and v is x)))
         layout = [-1] + [1] * (x.ndim - 2)
         layout[0] = x.shape[1]
         out = affine(t, x.shape, gain, offset, layout)
     return (out, *t.frozen_result()[1:]) if several else out
 
 
+def _absorb(t: Interpreter, norms: Norms, x: Value, a: Arguments) -> bool:
+    """Let a norm of channels take the scale of what it reads, where that can be."""
+    epsilon = a["eps"] if "eps" in a else a.get("epsilon")
+    if "batch_norm" not in t.op_name and "instance_norm" not in t.op_name:
+        return norms.absorb(t, x, epsilon, range(x.ndim))
+    statistics = any(name in a and a[name] is not None for name in ("running_mean", "running_var"))
+    by_batch = ("training" in a and a["training"]) or ("use_input_stats" in a and a["use_input_stats"])
+    training = bool(by_batch) or "update" in t.op_name.replace("no_update", "")
+    return norms.absorb_batch(t, x, epsilon, training, statistics)
+
+
 @rule("layer_norm.default", "native_layer_norm.default", "rms_norm.default", "_fused_rms_norm.default")
 def trailing_norm(t: Interpreter, a: Arguments) -> Any:
     """Layer and RMS norm: gain and offset have the shape of the normalized trailing axes."""
     x: Value = a["input"]
-    a["normalized_shape"], a["eps"]
-    t.freeze(x)
+    shape, epsilon = a["normalized_shape"], a["eps"]
+    axes = range(x.ndim - len(shape), x.ndim)
+    if t.norms is None or x.parameter is not None or not t.norms.absorb(t, x, epsilon, axes):
+        t.freeze(x)
     out = affine(t, x.shape, a["weight"], a.get("bias"), layout=None)
     return (out, *t.frozen_result()[1:]) if isinstance(t.node.meta["val"], tuple | list) else out
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..interpreter import Arguments, Interpreter
 from ..values import Value, activation, frozen
+from .elementwise import joined
 from .registry import rule
 
 
@@ -42,6 +43,18 @@ def norm(t: Interpreter, a: Arguments) -> Any:
     a.get("dtype")
     labels = reduced(t, a["self"], *_dims(a))
     return frozen(labels.shape) if order == 0 else activation(labels, static=a["self"].static)
+
+
+@rule("cdist.default", "_cdist_forward.default")
+def distance(t: Interpreter, a: Arguments) -> Any:
+    """Norms of differences between rows of x1 and rows of x2: homogeneous if they all have one scale.
+
+    Order 0 counts elements that differ, and sees no scale.
+    """
+    a["compute_mode"]
+    both = [t.collapse(t.labels(a[name]), [-2, -1])[..., :1, :1] for name in ("x1", "x2")]
+    one = t.labels(joined(t, *map(activation, both)))
+    return frozen(t.result_shape()) if a["p"] == 0 else activation(one.expand(t.result_shape()))
 
 
 @rule("var.correction", "var.dim", "var.default", "std.correction", "std.dim", "std.default", "var_mean.correction",

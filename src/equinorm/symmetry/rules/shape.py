@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -162,7 +163,10 @@ def pad(t: Interpreter, a: Arguments) -> Any:
     if not isinstance(mode, str):
         return NotImplemented
     mode = "replicate" if mode == "replicat" else mode
-    filler = FROZEN if "value" in a and a["value"] not in (None, 0) else ZERO
+    value = a.get("value") if "value" in a else None
+    # minus infinity is the least at any scale; but what is made of it elsewhere (exp, tanh) is a constant
+    only_padding = value == -math.inf and all("max_pool" in str(user.target) for user in t.node.users)
+    filler = ZERO if value in (None, 0) or only_padding else FROZEN
     labels = t.labels(a["self"])
     for i in range(len(amounts) // 2):
         axis = labels.ndim - 1 - i
