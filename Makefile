@@ -8,7 +8,11 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all bench lint format clean
+
+# The environment of `make test-integrations`: other people's programs, too many for the one of `make test`.
+INTEGRATIONS := .venv-integrations
+
+.PHONY: demo test test-all test-integrations bench lint format clean
 
 demo: $(VENV)/.lab
 	$(BIN)/equinorm demo
@@ -18,6 +22,12 @@ test: lint
 
 test-all: lint
 	$(PYTEST) $(PYTEST_ARGS)
+
+# The log is what docs/integrations.md is made of: scripts/integrations_table.py.
+test-integrations: $(INTEGRATIONS)/.installed
+	mkdir -p out
+	bash -o pipefail -c 'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PYTEST_ARGS) \
+		| tee out/integrations.txt'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -32,7 +42,7 @@ bench: $(VENV)/.dev
 	$(BIN)/equinorm bench --out out/bench
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -51,3 +61,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(TORCHVISION) | $(BIN)/python
 	$(INSTALL) --editable '.[lab,dev]'
 	$(BIN)/python $(TORCHVISION)
 	touch $@ $(VENV)/.lab
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints-integrations.txt $(TORCHVISION)
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --constraint constraints-integrations.txt --editable '.[integrations]'
+	$(INTEGRATIONS)/bin/python $(TORCHVISION)
+	touch $@

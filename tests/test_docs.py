@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from equinorm.lab.experiments import defazio2018, ruff2020
+from equinorm.lab.record import picture
+from equinorm.lab.record.log import Log
 from equinorm.lab.training.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +84,15 @@ def assert_printed(cell: str, values: Sequence[float]) -> None:
     assert len(numbers) == len(values), cell
     for number, value in zip(numbers, values, strict=True):
         assert abs(float(number) - value) <= 0.5 * 10 ** -len(number.partition(".")[2]) + 1e-9, (cell, value)
+
+
+def printed(cell: str, values: Sequence[float]) -> bool:
+    """Whether `assert_printed` passes."""
+    try:
+        assert_printed(cell, values)
+    except AssertionError:
+        return False
+    return True
 
 
 def mean_and_spread(values: Sequence[float]) -> list[float]:
@@ -151,7 +162,9 @@ def test_steps_of_ruff2020_are_limited_where_the_docs_say() -> None:
 
 def test_ruff2020_in_the_readme_is_what_the_logs_say() -> None:
     names = (ruff2020.BN, ruff2020.BEST, ruff2020.Z98, ruff2020.SILENT, ruff2020.CZMI_NOISE, ruff2020.CZMI_04)
-    for (_, paper, *ours), name in zip(rows_of("README.md", "| | paper (n = 8) | ours | n |"), names, strict=True):
+    for (_, paper, *ours), name in zip(
+        rows_of("docs/reproduction.md", "| | paper (n = 8) | ours | n |"), names, strict=True
+    ):
         assert_printed(paper, (ruff2020.PRINTED[name].accuracy, ruff2020.PRINTED[name].spread))
         assert_both_readings(ours, name)
 
@@ -206,7 +219,7 @@ def test_how_batchnorm_starts_is_what_the_logs_say() -> None:
 
 
 def test_what_defazio2018_leaves_open_is_what_the_logs_say() -> None:
-    rows = rows_of("README.md", "| 30 epochs | BatchNorm | EquiNorm |")
+    rows = rows_of("docs/reproduction.md", "| 30 epochs | BatchNorm | EquiNorm |")
     words = ("as in figure 3", "warm-up", "binary loss", "that loss")
     with_mixup = [next(name for name in defazio2018.VARIANTS if word in name) for word in words]
     less = list(defazio2018.WITH_LESS)[1:]
@@ -224,10 +237,55 @@ def test_what_defazio2018_leaves_open_is_what_the_logs_say() -> None:
 
 
 def test_defazio2018_at_full_length_is_what_the_logs_say() -> None:
-    rows = rows_of("README.md", "| | paper, % | ours, % | test loss |")
+    rows = rows_of("docs/reproduction.md", "| | paper, % | ours, % | test loss |")
     for (_, _, accuracy, loss, soon), row in zip(rows, ("BN", "EquiNorm", defazio2018.QUARTER), strict=True):
         (epochs,) = epochs_of("defazio2018/figure2", row)
         assert_printed(accuracy, [epochs[-1]["test_accuracy"]])
         assert_printed(loss, [epochs[-1]["test_loss"]])
         first = [next(e["epoch"] for e in epochs if e["test_accuracy"] >= level) for level in (80, 90)]
         assert [int(number) for number in soon.split(", ")] == first
+
+
+# -- without batch statistics ------------------------------------------------------------------------------------------
+
+RECORD = ROOT / "results" / "without-batch-statistics"
+
+
+def test_the_record_is_what_the_log_says() -> None:
+    finals = list(picture.of_final(Log(RECORD)).values())
+    rows = rows_of("docs/without-batch-statistics.md", "| test images, H200, compiled |")
+    for (_, epochs, accuracy, n, seconds, step), runs in zip(rows, [finals[0], finals[2], finals[1]], strict=True):
+        assert int(epochs) == runs[0]["epochs"]
+        assert int(n) == len(runs)
+        assert_printed(accuracy, mean_and_spread([run["accuracy"] for run in runs]))
+        assert_printed(seconds, [statistics.mean(run["seconds"] for run in runs)])
+        assert_printed(step, [statistics.mean(run["step_ms"] for run in runs)])
+
+
+def test_the_way_to_the_record_is_what_the_log_says() -> None:
+    """Lines in any order: a line is known by its accuracy, spread, n and seconds."""
+    log = Log(RECORD)
+    names = {row["name"]: [] for part in ("ladder", "refine") for row in log.of(part, epochs=16)}
+    for part in ("ladder", "refine"):
+        for row in log.of(part, epochs=16):
+            names[row["name"]].append(row)
+    known = [(mean_and_spread([r["accuracy"] for r in rows]), len(rows), rows) for rows in names.values()]
+    for _, accuracy, n, seconds in rows_of("docs/without-batch-statistics.md", "| 16 epochs, held-out images |"):
+        fits = [rows for values, count, rows in known if count == int(n) and printed(accuracy, values)]
+        assert fits, accuracy
+        assert_printed(seconds, [statistics.mean(run["seconds"] for run in fits[0])])
+
+
+def test_chosen_rates_are_what_the_log_says() -> None:
+    methods = ("batchnorm", "unit", "equinorm", "groupnorm", "msr", "ws_agc")
+    rows = rows_of("docs/without-batch-statistics.md", "| one epoch, n = 1, held-out images |")
+    for (_, factor, rule, *accuracies), method in zip(rows, methods, strict=True):
+        runs = Log(RECORD).of("choose", method=method)
+        best: dict[tuple[float, str], dict[int, float]] = {}
+        for run in runs:
+            key = run["config"]["factor"], run["config"]["rule"]
+            best.setdefault(key, {})[run["batch"]] = run["accuracy"]
+        setting = max(best, key=lambda key: sum(best[key].values()))
+        assert (float(factor), f"the {rule.removeprefix('the ')}") == (setting[0], f"the {setting[1]}")
+        for cell, batch in zip(accuracies, (32, 512), strict=True):
+            assert_printed(cell, [best[setting][batch]])

@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import diagnostics, enorm, equilibrium, msr, nn, normprop, norms, skipinit, unitfilters, weightnorm
+    from . import (
+        caps,
+        diagnostics,
+        enorm,
+        equilibrium,
+        integrations,
+        msr,
+        nn,
+        normprop,
+        norms,
+        skipinit,
+        unitfilters,
+        weightnorm,
+    )
     from .balance import BalanceReport, balance_
     from .conversion import convert, fold
     from .enorm.enorm import ENorm
@@ -20,6 +33,7 @@ if TYPE_CHECKING:
     from .enorm.optimizer_state import register_state_rule
     from .enorm.pathsgd import PathSGD
     from .enorm.sgd import ENormSGD
+    from .models.decay import no_weight_decay
     from .models.noise import InputNoise, add_input_noise_
     from .models.reports import ConvertReport
     from .models.running_statistics import update_statistics_
@@ -47,6 +61,7 @@ _HOME = {
     "UnitFilters": "unitfilters.unitfilters",
     "add_input_noise_": "models.noise",
     "balance_": "balance",
+    "caps": "",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
     "data_dependent_init_": "weightnorm.init",
@@ -54,10 +69,12 @@ _HOME = {
     "enorm": "",
     "equilibrium": "",
     "fold": "conversion",
+    "integrations": "",
     "mean_shift_rejection_": "msr.apply",
     "methods": "registry",
     "msr": "",
     "nn": "",
+    "no_weight_decay": "models.decay",
     "normprop": "",
     "norms": "",
     "register_method": "registry",

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
 from itertools import accumulate
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .criteria.norm import Objective, layouts
+from .models.frozen import Frozen, check_frozen, trains, untrained
 from .solver import Solution, hold_unbalanced, minimise
 from .symmetry import ScaledParameter, Symmetry, trace
 from .symmetry.symmetry import out_of_range
@@ -40,27 +42,41 @@ class BalanceReport:
     imbalance: float  # largest |log(incoming / outgoing mass)| over the balanced scales: 0 exactly at the optimum
     iterations: int
     seconds: float  # without tracing
-    converged: bool  # imbalance <= tol
+    converged: bool  # imbalance <= tol, and something was balanced
     num_scales: int  # free scales of the model
     held: int  # of these, left where they were: dead units, non-finite weights, what would leave a dtype's range
     held_in: tuple[str, ...]  # parameters that hold them
     trace_seconds: float
     output_change: float | None = None  # by how much outputs moved, relatively; None where that was not measured
+    frozen: Frozen = "move"  # whether parameters without gradients were kept or moved
+    kept: tuple[str, ...] = ()  # parameters without gradients that stayed as they are
 
     def __str__(self) -> str:
         if not self.num_scales:
-            return "nothing to rescale: the model has no free scale (print equinorm.trace(...).explain() to see why)"
+            why = "print equinorm.trace(...).explain() to see why"
+            return f"nothing to rescale: the model has no free scale ({why}){self._kept()}"
         verdict = "at the optimum" if self.converged else "NOT at the optimum"
         where = ", ".join(self.held_in[:3]) + (", ..." if len(self.held_in) > 3 else "")
+        if self.held == self.num_scales:
+            return (
+                f"nothing was balanced: all {self.held:,} scales are held where they were ({where}), because what they "
+                f"multiply is zero, feeds nothing or is not finite; the norm is {self.norm_after:.6g}"
+            )
         held = f"; {self.held:,} held where they were ({where})" if self.held else ""
         return (
             f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}, {verdict} (imbalance {self.imbalance:.1e}) over "
             f"{self.num_scales - self.held:,} scales{held}; {self.iterations} iterations, {self.seconds:.2f} s"
-            f"{self._outputs()}"
+            f"{self._outputs()}{self._kept()}"
         )
 
     def _outputs(self) -> str:
         return "" if self.output_change is None else f"; outputs moved by {self.output_change:.1e}"
+
+    def _kept(self) -> str:
+        if not self.kept:
+            return ""
+        some = ", ".join(self.kept[:3]) + (", ..." if len(self.kept) > 3 else "")
+        return f'; {len(self.kept)} frozen parameters stayed ({some}; frozen="move" moves them)'
 
     def _repr_html_(self) -> str:
         """The same as a small table, for notebooks."""
@@ -72,6 +88,7 @@ class BalanceReport:
             "held": f"{self.held:,}" + (f" (in {', '.join(self.held_in)})" if self.held else ""),
             "iterations": f"{self.iterations}, {self.seconds:.2f} s",
             "change of the outputs": self._outputs().removeprefix("; outputs moved by ") or "not measured",
+            **({"frozen parameters": f"stayed: {', '.join(self.kept)}"} if self.kept else {}),
         }
         cells = (f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
         return f"<table>{''.join(cells)}</table>" if self.num_scales else f"<p>{escape(str(self))}</p>"
@@ -89,6 +106,7 @@ def balance_(
     keep: Iterable[str] = (),
     symmetry: Symmetry | None = None,
     verify: bool | None = None,
+    frozen: Frozen | None = None,
 ) -> BalanceReport:
     """Rescale a model in place to the least Lp norm among all networks that compute the same function.
 
@@ -101,19 +119,27 @@ def balance_(
     Args:
         p: which norm, any p > 0.
         c: asymmetry (stock2019, section 3.7): c > 1 moves energy towards the output.
-        tol: largest |log(incoming / outgoing mass)| accepted.
+        tol: largest `|log(incoming / outgoing mass)|` accepted.
         parameters: names or patterns of the parameters that count in the norm, or of modules, which stand for all that
             is in them; by default all that multiply (weights and gains, not biases).
         time_limit: seconds after which the best point so far is taken, and reported as not converged.
         keep: names or patterns of parameters that must not move, or of modules, which stand for all that is in them.
         symmetry: from `equinorm.trace`, to save tracing again.
         verify: as in `equinorm.trace`; where it was done, the report also says by how much the outputs moved.
+        frozen: "keep" leaves parameters with `requires_grad=False` as they are, "move" moves them too. By default they
+            are kept where others require gradients (a base under an adapter), and move where none does (a net for
+            inference). The report says which it was and what stayed.
     """
+    if frozen is not None:
+        check_frozen(frozen)
     for name, number in (("p", p), ("c", c), ("tol", tol)):
         if not 0 < number < float("inf"):
             raise ValueError(f"{name} must be a positive number, got {number!r}")
     start = time.monotonic()
     symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, verify=verify)
+    frozen = frozen or ("keep" if trains(symmetry.model) else "move")
+    kept = untrained(symmetry) if frozen == "keep" else ()
+    symmetry = symmetry.holding(kept)
     looks = example_inputs is not None and (verify or symmetry.verification.done)
     outputs = outputs_of(symmetry.model, example_inputs) if looks else None
     traced = time.monotonic()
@@ -123,28 +149,83 @@ def balance_(
     for w in symmetry.moving:
         if symmetry.tensor(w.name).is_meta:
             raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
-    before = _norm(symmetry, counted, p)
-    objective = Objective(symmetry.num_scales, p, layouts(symmetry, p, c, counted), torch.float64, torch.device("cpu"))
-    objective.load(symmetry.tensor)
-    solution = _within_range(symmetry, objective, tol, None if time_limit is None else traced + time_limit)
+    here = symmetry.local()
+    before = _norm(here, counted, p)
+    solution = optimum(here, p, c, tol, counted, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
-    still = ~objective.free
     seconds = time.monotonic() - traced
     after = None if outputs is None else outputs_of(symmetry.model, example_inputs)
     return BalanceReport(
         norm_before=before,
-        norm_after=_norm(symmetry, counted, p),
+        norm_after=_norm(here, counted, p),
         imbalance=solution.imbalance,
         iterations=solution.iterations,
         seconds=seconds,
-        converged=solution.converged,
+        converged=solution.converged and not (symmetry.num_scales and bool(solution.still.all())),
         num_scales=symmetry.num_scales,
-        held=int(still.sum()),
-        held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
+        held=int(solution.still.sum()),
+        held_in=solution.held_in,
         trace_seconds=traced - start,
         output_change=None if outputs is None or after is None else relative_change(after, outputs),
+        frozen=frozen,
+        kept=kept,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """Where the norm is least, and what was left where it is."""
+
+    log_scales: Tensor
+    imbalance: float
+    iterations: int
+    converged: bool
+    still: Tensor  # scales that do not move: dead units, non-finite weights, what would leave a dtype's range
+    held_in: tuple[str, ...]  # parameters that hold them
+    passes: int  # of the solver over the weights
+
+
+def optimum(
+    symmetry: Symmetry, p: float, c: float, tol: float, counted: Counts, deadline: float | None = None
+) -> Optimum:
+    """The log-scales of least norm, of the values that `symmetry.values` gives; nothing is written.
+
+    >>> found = optimum(symmetry.local(), 2.0, 1.0, 1e-8, counting(symmetry, None))
+    """
+    cpu = torch.device("cpu")
+    counting_here = layouts(symmetry, p, c, counted)
+    objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, symmetry.processes)
+    objective.load_any(symmetry.values)
+    passes = _counting_passes(objective)
+    solution = _within_range(symmetry, objective, tol, deadline)
+    still = ~objective.free
+    return Optimum(
+        solution.log_scales, solution.imbalance, solution.iterations, solution.converged, still,
+        tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)), len(passes),
+    )  # fmt: skip
+
+
+def _counting_passes(objective: Objective) -> list[str]:
+    """A list that grows with every pass of the solver over the sums of an objective."""
+    passes: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            passes.append(name)
+            result = method(*arguments)
+            if name == "quadratic":
+                noted(result, "times")
+                noted(result, "between")
+            return result
+
+        setattr(owner, name, call)
+
+    noted(objective, "at")
+    noted(objective, "quadratic")
+    return passes
 
 
 def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None, **options: Any) -> Symmetry:
@@ -197,12 +278,23 @@ def _first_reason(symmetry: Symmetry) -> str:
 
 
 def _norm(symmetry: Symmetry, counted: Counts, p: float) -> float:
-    """The Lp norm of the parameters that count, in float64."""
-    total = 0.0
-    for w in symmetry.parameters:
-        if counted(w) and (tensor := symmetry.tensor(w.name).detach()).numel():
-            total += float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64)) ** p
-    return float(total ** (1.0 / p))
+    """The Lp norm of the parameters that count, in float64; it overflows only if it is larger than any number."""
+    counts = [w for w in symmetry.parameters if counted(w) and w.share]
+    logs = [p * _log_norm(symmetry.values(w.name).detach(), p) + log(w.share) for w in counts]
+    total = torch.tensor(logs or [float("-inf")], dtype=torch.float64).logsumexp(0)
+    return float(symmetry.processes.log_sum(total).div(p).exp())
+
+
+def _log_norm(tensor: Tensor, p: float) -> float:
+    if not tensor.numel():
+        return float("-inf")
+    norm = float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64))
+    if 1e-100 < norm < 1e100:
+        return log(norm)
+    largest = tensor.abs().amax().double()
+    if not 0 < float(largest) < float("inf"):
+        return float(largest.log())
+    return float(largest.log() + torch.linalg.vector_norm(tensor / largest, p, dtype=torch.float64).log())
 
 
 def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline: float | None) -> Solution:
@@ -210,7 +302,8 @@ def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline
     while True:
         hold_unbalanced(objective)
         solution = minimise(objective, symmetry.birth, tol, deadline)
-        beyond = beyond_range(symmetry.moving, symmetry.tensor, solution.log_scales) & objective.free
+        beyond = beyond_range(symmetry.moving, symmetry.values, solution.log_scales) & objective.free
+        beyond = symmetry.processes.any(beyond)
         if not bool(beyond.any()):
             return solution
         objective.fixed[:-1] |= beyond

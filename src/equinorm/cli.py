@@ -9,13 +9,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from .symmetry import Symmetry
     from .tools.checkpoints import Checkpoint
@@ -98,7 +98,17 @@ class Balance:
 
     model: Model
     checkpoint: CheckpointFile = None
-    output: Annotated[Path | None, arg(metavar="FILE", help="Where to write, in the checkpoint's own format.")] = None
+    output: Annotated[
+        Path | None,
+        arg(
+            metavar="FILE",
+            help="Where to write, in the checkpoint's own format. For hf:FOLDER the name of a new folder: config, "
+            "tokenizer and all shards, one shard in memory at a time.",
+        ),
+    ] = None
+    shard_size: Annotated[
+        str | None, arg(metavar="SIZE", help="Of the files in a new folder, such as 5GB (those of the old one).")
+    ] = None
     p: Annotated[float, arg(help="Which norm (2).")] = 2.0
     c: Annotated[float, arg(help="Asymmetry: more than 1 moves energy towards the output (1).")] = 1.0
     tol: Annotated[float, arg(help="Largest imbalance |log(incoming / outgoing mass)| accepted (1e-8).")] = 1e-8
@@ -116,12 +126,22 @@ class Balance:
         from .errors import UserError
         from .tools import checkpoints
 
+        if (folder := self._folder()) is not None:
+            self._balance_folder(folder)
+            return
+        if self.shard_size is not None:
+            raise UserError("--shard-size is for folders: name the model as hf:FOLDER and a folder as --output")
         if self.output is not None:
             _check_output(self.output, self.force)
-        work = _Work.begin(self)
+        work = _Work.begin(self, keep_fresh=self.output is not None)
         if not work.symmetry.num_scales:
             raise UserError(f"nothing to rescale: no scale of {self.model} is free. `equinorm trace` says why")
         if self.output is not None:
+            if work.file is None and work.checkpoint is not None:
+                raise UserError(
+                    f"{self.model} keeps its weights in several files or under names of its own: give the name of a "
+                    f"new folder, such as --output {self.output.stem}"
+                )
             written = work.checkpoint or checkpoints.of_model(work.model, self.output)
             if written.safetensors != checkpoints.is_safetensors(self.output):
                 raise UserError(
@@ -146,9 +166,9 @@ class Balance:
         if self.output is not None:
             with _step(f"writing {self.output}"):
                 _check_output(self.output, self.force)
-                checkpoints.give_back(work.model, (w.name for w in work.symmetry.moving), written)
-                written.write(self.output)
-            say(f"written: {self.output}")
+                written = checkpoints.give_back(work.model, (w.name for w in work.symmetry.moving), written)
+                written.write(self.output, check=work.check_written)
+            say(f"written: {self.output} (read back into a fresh model: {work.change_written:.1e})")
             if others := [name for name in written.others if name not in ("epoch", "step", "args", "config")]:
                 say(f"kept as they were: {', '.join(others)}")
                 say(
@@ -161,6 +181,97 @@ class Balance:
             origin = None if work.file is None else str(work.file)
             names = {"model": self.model, "checkpoint": origin, "output": output}
             _print_json({**names, **asdict(report), "verified": verified})
+
+    def _folder(self) -> str | None:
+        """The folder, where it is to be balanced as a whole."""
+        from .tools import checkpoints, pretrained
+
+        kind, _, folder = self.model.partition(":")
+        if kind != "hf" or self.checkpoint is not None:
+            return None
+        if self.output is None:
+            return folder if (Path(folder) / pretrained.INDEX).is_file() else None
+        return None if self.output.suffix in checkpoints.SUFFIXES else folder
+
+    def _balance_folder(self, folder: str) -> None:
+        import resource
+        from time import monotonic
+
+        from .balance import BalanceReport, counting
+        from .errors import UserError, counted
+        from .symmetry import TraceError, trace
+        from .tools import pretrained, sources
+
+        if self.output is not None:
+            _check_folder(self.output)
+        say = _nothing if self.json else print
+        with _step(f"reading {folder}"):
+            held = pretrained.Pretrained.read(Path(folder).expanduser())
+            empty = sources.empty_transformer(folder, self.model_args, most=max(held.largest_shard, 1 << 28))
+            bound = pretrained.Bound(held, empty.model)
+        inputs = tuple(sources.parse_input(text) for text in self.input) or empty.inputs
+        if not inputs:
+            raise UserError(f"what does {self.model} take? Give the shape of its input, such as --input 1,3,224,224")
+
+        def examples(model: nn.Module) -> list[Any]:
+            return [sources.example_inputs(sources.fitting(inputs, model), model, seed) for seed in range(2)]
+
+        begun = monotonic()
+        with _step("tracing"):
+            try:
+                symmetry = trace(empty.model, sources.without_values(examples(empty.model)[0]), keep=self.keep)
+                counts = counting(symmetry, self.parameters or None)
+            except (TraceError, ValueError) as error:
+                raise UserError(str(error)) from error
+        traced = monotonic()
+        program = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # no weight was read up to here
+        if not symmetry.num_scales:
+            raise UserError(f"nothing to rescale: no scale of {self.model} is free. `equinorm trace` says why")
+        say(
+            f"{self.model}: {len(held.tensors)} tensors, {held.dtypes}, {pretrained.in_bytes(held.nbytes)} in "
+            f"{counted(len(held.metadata), 'file')}"
+        )
+        say(symmetry.explain(summary=True).summary)
+        need = max(part.solver_bytes(self.p, counts) for part in pretrained.parts(symmetry))
+        say(
+            f"memory: two shards of {pretrained.in_bytes(held.largest_shard)}, {pretrained.in_bytes(need)} for the "
+            f"solver, and the program itself"
+        )
+        with _step("balancing") as going_on:
+            try:
+                plan = pretrained.balanced(
+                    bound, symmetry, self.p, self.c, self.tol, self.parameters or None, going_on
+                )  # fmt: skip
+            except (ValueError, OverflowError) as error:
+                raise UserError(str(error)) from error
+        with _step(f"writing {self.output}" if self.output is not None else "checking") as going_on:
+            written = pretrained.write(
+                bound, plan, self.output,
+                lambda old, new: pretrained.check_slices(old, new, empty.make, empty.choices, examples),
+                self.shard_size, going_on,
+            )  # fmt: skip
+        report = BalanceReport(
+            written.norm_before, written.norm_after, plan.imbalance, plan.iterations, monotonic() - traced,
+            plan.converged, plan.num_scales, plan.held, plan.held_in, traced - begun,
+            None if written.check.why_not else written.check.change,
+        )  # fmt: skip
+        say(report)
+        say(written.check)
+        if written.left_out:
+            say(f"left out, since they hold weights from before: {', '.join(written.left_out)}")
+        if bound.unused:
+            say(f"kept as they were, since the model does not use them: {', '.join(bound.unused[:3])}" + (
+                f" and {len(bound.unused) - 3} more" if len(bound.unused) > 3 else ""))  # fmt: skip
+        say(
+            "nothing written: give --output FOLDER for that" if self.output is None else
+            f"written: {self.output} ({counted(written.shards, 'file')}, each read back)"
+        )  # fmt: skip
+        if self.json:
+            _print_json({
+                "model": self.model, "checkpoint": folder, "output": None if self.output is None else str(self.output),
+                **asdict(report), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
+                "largest_shard": held.largest_shard, "program_bytes": program,
+            })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -371,6 +482,29 @@ class Campaign:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Train CIFAR-10 to 94 % without batch statistics, beside a BatchNorm twin, in turn; print accuracy and seconds."""
+
+    data_dir: Annotated[Path, arg(metavar="DIR", help="Holds cifar-10-batches-bin.")] = Path("data")
+    out: Annotated[Path, arg(metavar="DIR", help="Where runs are logged; those that are there are not repeated.")] = (
+        Path("out/record")
+    )
+    n: Annotated[int, arg(metavar="N", help="Runs of each net.")] = 20
+    device: Device = None
+    toy: Annotated[bool, arg(help="A tiny net on noise, on any machine: to see that it runs.")] = False
+
+    def run(self) -> None:
+        from .lab.record.run import record
+
+        if self.n < 1:
+            raise _user_error(f"--n is how often each net is trained, at least 1, got {self.n}")
+        try:
+            print(record(self.data_dir, self.out, self.n, self.toy, self.device))
+        except (RuntimeError, FileNotFoundError) as error:
+            raise _user_error(str(error)) from error
+
+
+@dataclass(frozen=True)
 class Report:
     """Put every number next to the paper's: README.md, index.html and figures, from the runs in the results folder."""
 
@@ -422,7 +556,7 @@ class Bench:
 
     parts: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments."),
+        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint."),
     ] = ()
     only: Annotated[
         UseAppendAction[tuple[str, ...]],
@@ -478,6 +612,7 @@ Command = (
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Campaign, tyro.conf.subcommand("campaign")]
+    | Annotated[Record, tyro.conf.subcommand("record")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
@@ -496,24 +631,32 @@ class _Work:
     file: Path | None
     examples: list[Any]  # random inputs to compare outputs on
     inputs: tuple[Any, ...]  # what `forward` takes: `sources.Input`
+    fresh: nn.Module | None = None  # the model as it was built, to load the written file into
+    outputs: list[Tensor] = field(default_factory=list)  # before balancing
+    change_written: float = math.inf  # of the outputs, with the values of the written file
 
     @classmethod
-    def begin(cls, options: Trace | Balance | Diagnose) -> _Work:
+    def begin(cls, options: Trace | Balance | Diagnose, keep_fresh: bool = False) -> _Work:
         import torch
 
         from .errors import UserError
         from .symmetry import TraceError, trace
-        from .tools import checkpoints, sources
+        from .tools import checkpoints, pretrained, sources
 
         inputs = tuple(sources.parse_input(text) for text in options.input)
         with _step(f"building {options.model}"):
             source = sources.load(options.model, options.model_args)
             model = source.model if options.dtype is None else source.model.to(getattr(torch, options.dtype))
+        fresh = sources.copied(model, options.model, options.model_args) if keep_fresh else None
         inputs = inputs or source.inputs
         if not inputs:
             raise UserError(f"what does {options.model} take? Give the shape of its input, such as --input 1,3,224,224")
         file = options.checkpoint or source.checkpoint
         checkpoint = None
+        if file is None and source.folder is not None:
+            with _step(f"reading {source.folder.path}"):
+                checkpoint = pretrained.Bound(source.folder, model).checkpoint()
+                checkpoints.fit(checkpoint, model)
         if file is not None:
             with _step(f"reading {file}"):
                 checkpoint = checkpoints.read(file)
@@ -528,13 +671,14 @@ class _Work:
                 ) from error
         if checkpoint is not None:  # after tracing, which needs weights of one dtype
             checkpoints.adopt(checkpoint, model)
-        return cls(model, symmetry, checkpoint, file, examples, inputs)
+        return cls(model, symmetry, checkpoint, file, examples, inputs, fresh)
 
     @property
     def origin(self) -> str:
         if self.checkpoint is None:
             return "random weights (no checkpoint given)"
-        return f"{self.file}, {len(self.checkpoint.tensors)} tensors, {self.checkpoint.dtypes}"
+        where = self.file if self.file is not None else "its own weights"
+        return f"{where}, {len(self.checkpoint.tensors)} tensors, {self.checkpoint.dtypes}"
 
     def balance(self, options: Balance) -> tuple[Any, dict[str, Any]]:
         """Balance in place; the report, and how much the outputs changed."""
@@ -543,7 +687,7 @@ class _Work:
         from .tools import verify
 
         with _step("computing outputs"):
-            before, _ = verify.outputs(self.model, self.examples)
+            self.outputs, _ = verify.outputs(self.model, self.examples)
         with _step("balancing"):
             try:
                 chosen = {"p": options.p, "c": options.c, "tol": options.tol, "parameters": options.parameters or None}
@@ -553,11 +697,32 @@ class _Work:
         with _step("computing outputs again"):
             after, computed_in = verify.outputs(self.model, self.examples)
         return report, {
-            "relative_change": verify.relative_change(before, after),
+            "relative_change": verify.relative_change(self.outputs, after),
             "tolerance": verify.tolerance(self.model),
             "inputs": len(self.examples),
             "computed_in": str(computed_in).removeprefix("torch."),
         }
+
+    def check_written(self, written: Checkpoint) -> None:
+        """A fresh model with the values of the file that was written computes what the model did before."""
+        import torch
+
+        from .errors import UserError
+        from .tools import checkpoints, verify
+
+        assert self.fresh is not None
+        with torch.no_grad():
+            for parameter in self.fresh.parameters():
+                parameter.fill_(math.nan)  # what the file does not set will show
+        checkpoints.fit(written, self.fresh)
+        checkpoints.adopt(written, self.fresh)
+        after, _ = verify.outputs(self.fresh, self.examples)
+        self.change_written, accepted = verify.relative_change(self.outputs, after), verify.tolerance(self.fresh)
+        if self.change_written > accepted:
+            raise UserError(
+                f"with the written file the outputs change by {self.change_written:.1e}, more than the {accepted:.0e} "
+                "that rounding explains, so it was removed. Please report this"
+            )
 
 
 def _check_output(output: Path, force: bool) -> None:
@@ -569,32 +734,72 @@ def _check_output(output: Path, force: bool) -> None:
 
 
 def _check_place(output: Path, force: bool) -> None:
+    """Refuse what is no place for a file: links are followed, devices are left alone, permissions are respected."""
     from .errors import UserError
 
-    if output.is_dir():
+    place = _resolved(output)
+    if place.is_dir():
         raise UserError(f"{output} is a folder: give the name of a file")
-    if not output.parent.is_dir():
-        raise UserError(f"there is no folder {output.parent}: make it first")
-    if output.exists() and not force:
+    if place.exists() and not place.is_file():
+        raise UserError(f"{output} is a device or a pipe, not a file: give another name")
+    _check_parent(output, place)
+    if place.exists() and not force:
         raise UserError(f"{output} exists: give another name, or --force to overwrite it")
-    if not os.access(output.parent, os.W_OK):
-        raise UserError(f"no permission to write into {output.parent}")
+    if place.exists() and not place.stat().st_mode & 0o222:
+        raise UserError(f"{output} is read-only: give another name, or allow writing with chmod u+w")
+
+
+def _check_folder(output: Path) -> None:
+    """Refuse what is no place for a new folder."""
+    from .errors import UserError
+
+    place = _resolved(output)
+    if place.exists() and not place.is_dir():
+        raise UserError(f"{output} is a file: give the name of a folder that does not exist yet")
+    if place.is_dir() and any(place.iterdir()):
+        raise UserError(f"{output} is a folder with something in it: give the name of one that does not exist yet")
+    _check_parent(output, place)
+
+
+def _resolved(output: Path) -> Path:
+    from .errors import UserError
+
+    try:
+        place = output.resolve()
+        place.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # a link that leads to itself; a name too long
+        raise UserError(f"{str(output)!r} cannot be written: {error}") from error
+    return place
+
+
+def _check_parent(output: Path, place: Path) -> None:
+    from .errors import UserError
+
+    folder = place.parent
+    if not folder.is_dir():
+        where = f"{output} is a link to {place}, and there" if output.is_symlink() else "there"
+        raise UserError(f"{where} is no folder {folder if output.is_symlink() else output.parent}: make it first")
+    virtual = [Path("/dev"), Path("/proc"), Path("/sys")]
+    if any(folder.is_relative_to(root) for root in virtual) and not folder.is_relative_to("/dev/shm"):
+        raise UserError(f"{output} lies in {folder}, which holds devices and no files: give another place")
+    if not os.access(folder, os.W_OK) or not folder.stat().st_mode & 0o222:
+        raise UserError(f"no permission to write into {folder}")
 
 
 # -- talking to the user -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _step(what: str) -> Iterator[None]:
-    """A line that says what is going on, while it is going on, on a terminal."""
+def _step(what: str) -> Iterator[Callable[[str], None]]:
+    """A line that says what is going on, while it is going on, on a terminal. It gives a function for more words."""
     if not sys.stderr.isatty():
-        yield
+        yield _nothing
         return
     from rich.console import Console
     from rich.markup import escape
 
-    with Console(file=sys.stderr).status(f"{escape(what)} ..."):
-        yield
+    with Console(file=sys.stderr).status(f"{escape(what)} ...") as status:
+        yield lambda more: status.update(f"{escape(what)}: {escape(more)} ...")
 
 
 def _one_line(text: str) -> str:
@@ -642,15 +847,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command.run()
         sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except UserError as error:
         print(f"equinorm: {_one_line(str(error))}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if os.environ.get("EQUINORM_TRACEBACK"):
+            raise
+        said = _one_line(str(error)) or "no reason given"
+        print(
+            f"equinorm: unexpected {type(error).__name__}: {said} (EQUINORM_TRACEBACK=1 shows where; please report it)",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("equinorm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0

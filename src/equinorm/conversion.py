@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .models.flat import refuse_flat_model, refuse_shards
 from .models.graph import Call, ModuleGraph
 from .models.kinds import (
     affine_of,
@@ -37,6 +38,7 @@ from .models.plan import Norm, Plan
 from .models.replacing import batchnorm_for, norm_behind
 from .models.reports import ConvertReport, ModuleRow, kept_table
 from .models.running_statistics import has_running_statistics
+from .models.saving import guard_saving_, note_norms
 from .models.surgery import (
     bias_of,
     describe,
@@ -99,6 +101,8 @@ def convert(
         )
     options = _checked_options(chosen, options)
     keep = Keep(model, keep).patterns
+    refuse_flat_model(model)
+    refuse_shards(model, "equinorm.convert", "convert the model before it is sharded")
     if not inplace:
         model = deep_copy(model)
     with model_kept(model) if inplace else nullcontext():
@@ -122,7 +126,9 @@ def _convert(
         _put_final_batchnorm(plan)
     report = ConvertReport(type(model).__name__, method.name, plan.ordered(plan.converted), plan.ordered(plan.kept))
     if not plan.converted and not plan.already:
-        raise ValueError(_nothing(report))
+        raise ValueError(_nothing(report, method.looks_for))
+    guard_saving_(model)
+    note_norms(model, ((norm.module, norm.layer.module) for norm in plan.norms if norm.layer is not None))
     plan.run()
     if method.init is not None and init_batch is not None and plan.converted:
         method.init(model, init_batch)
@@ -159,10 +165,10 @@ def _checked_options(method: Method, options: Mapping[str, Any]) -> dict[str, An
     return {**method.options, **options}
 
 
-def _nothing(report: ConvertReport) -> str:
+def _nothing(report: ConvertReport, looked_for: str) -> str:
     text = f"{report.model} has no module that {report.method!r} could convert"
     if not report.kept:
-        return f"{text}: the forward pass calls no norm and no linear or convolutional layer"
+        return f"{text}: the forward pass calls no {looked_for}"
     return f"{text}\n\n{kept_table(report.kept)}"
 
 
@@ -196,6 +202,10 @@ def fold(
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if unwrap(model) is not model:
         raise TypeError(f"fold the module inside the {type(model).__name__}, not the wrapper")
+    refuse_flat_model(model)
+    refuse_shards(
+        model, "equinorm.fold", "fold a copy of the model that is not sharded, with the weights loaded into it"
+    )
     methods()  # of which the modules are
     kept_as_asked = Keep(model, keep)
     if not inplace:
@@ -204,6 +214,8 @@ def fold(
     with model_kept(model) if inplace else nullcontext(), modes_kept(model) as modes:
         model.eval()  # what is folded is what evaluation computes
         norms, kept = _foldable_norms(model, example_inputs, kept_as_asked)
+        guard_saving_(model)
+        note_norms(model, ((norm.module, layer.module) for norm, layer in norms if layer is norm.layer))
         rows: list[ModuleRow] = []
         root, new_of = _plain_layers(model, kept_as_asked, rows)
         for norm, layer in norms:

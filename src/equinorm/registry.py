@@ -33,6 +33,7 @@ ROOMS = (
     "norms",
     "combinations",
     "skipinit",
+    "caps",
     "unitfilters",
 )
 
@@ -55,6 +56,8 @@ class Method:
     """What it takes, with defaults."""
     aliases: tuple[str, ...] = ()
     """Other names, as "bn"."""
+    looks_for: str = field(default="norm and no linear or convolutional layer", repr=False, compare=False)
+    """What a model has none of where there is nothing to convert, for the error that says so."""
     init: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
     """`init(model, batch)` chooses gains and biases from data."""
 

@@ -169,6 +169,37 @@ def test_a_writer_gets_scalars() -> None:
     assert len([tag for tag in writer.scalars if tag.startswith("weights/filter_norm/0.weight/")]) == len(QUANTILES)
 
 
+class Logs:
+    """Something that takes all numbers of a step at once, in a method of this name."""
+
+    def __init__(self, method: str) -> None:
+        self.seen: dict[int, dict[str, float]] = {}
+        setattr(self, method, lambda numbers, *, step: self.seen.update({step: numbers}))
+
+
+@pytest.mark.parametrize("method", ["log", "log_dict", "log_metrics"])
+def test_other_programs_get_all_numbers_of_a_step(method: str) -> None:
+    model, writer = network(), Logs(method)
+    optimizer, seen = sgd(model), {}
+    with (
+        Recorder(model, optimizer, every=2, writer=writer, max_share=None),
+        Recorder(model, optimizer, every=2, writer=lambda numbers, step: seen.update({step: numbers}), max_share=None),
+    ):
+        train(model, optimizer, 4)
+    assert [*seen] == [1, 2, 4]
+    assert seen == writer.seen
+    assert "gradients/gradient_norm/4.weight" in seen[4]
+
+
+def test_what_nothing_can_be_written_to_is_refused() -> None:
+    model = network()
+    optimizer = sgd(model)
+    for writer, message in ((3, "cannot write to a int"), (model, "a Sequential: give a logger"), (Logs, "to Logs")):
+        with pytest.raises(TypeError, match=message):
+            Recorder(model, optimizer, writer=writer)
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_recordings_over_the_budget_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 1 s, recordings of 0.5 s, 2 % allowed: one in 25 steps on average, whatever the interval."""
     clock, model = Clock(monkeypatch), network()

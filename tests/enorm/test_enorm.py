@@ -543,10 +543,15 @@ def test_misuse_is_refused_before_anything_changes() -> None:
     model, x = chain(5, 8, 3), batch()[0]
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(chain(5, 8, 3).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer trains none of the parameters of Sequential"):
+        equinorm.ENorm(model, other, x)
     with pytest.raises(ValueError, match=r"does not hold 0\.weight"):
-        equinorm.ENorm(model, torch.optim.SGD(chain(5, 8, 3).parameters(), lr=0.1), x)
-    with pytest.raises(ValueError, match=r"does not hold 2\.weight"):
+        equinorm.ENorm(model, other, x, frozen="move")
+    with pytest.raises(ValueError, match=r"(?s)nothing to rescale.*0 free scales left while 2\.weight stay"):
         equinorm.ENorm(model, torch.optim.SGD(model[0].parameters(), lr=0.1), x)
+    with pytest.raises(ValueError, match="frozen must be 'keep' or 'move'"):
+        equinorm.ENorm(model, optimizer, x, frozen="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="LBFGS"):
         equinorm.ENorm(model, torch.optim.LBFGS(model.parameters()), x)
     with pytest.raises(ValueError, match="nothing to rescale"):
@@ -569,11 +574,74 @@ def test_misuse_is_refused_before_anything_changes() -> None:
         torch.testing.assert_close(value, before[key], rtol=0, atol=0)
 
 
-def test_parameters_that_do_not_train_may_be_missing_from_the_optimizer() -> None:
+@pytest.mark.parametrize("why", ["no gradient", "no optimizer"])
+def test_what_does_not_train_stays_or_moves_as_asked(why: str) -> None:
     model = chain(5, 8, 8, 3)
+    if why == "no gradient":
+        model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([*model[2].parameters(), *model[4].parameters()], lr=0.1)
+    out, first = model(batch()[0]), model[0].weight.clone()
+    enorm = equinorm.ENorm(model, optimizer, batch()[0])
+    assert enorm.kept == ("0.weight", "0.bias")
+    assert enorm.symmetry.num_scales == 8
+    enorm.step()
+    assert torch.equal(model[0].weight, first)
+    torch.testing.assert_close(model(batch()[0]), out)
+    if why == "no gradient":
+        moving = equinorm.ENorm(model, optimizer, batch()[0], frozen="move")
+        assert moving.kept == ()
+        moving.step()
+        assert not torch.equal(model[0].weight, first)
+        torch.testing.assert_close(model(batch()[0]), out)
+
+
+def test_what_is_frozen_later_stays_from_then_on() -> None:
+    """Gradual freezing: the scales that would move it are left alone, and free again with it."""
+    model, x = chain(5, 8, 8, 3), batch()[0]
+    enorm = equinorm.ENorm(model, torch.optim.SGD(model.parameters(), lr=0.1), x)
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD([q for q in model.parameters() if q.requires_grad], lr=0.1)
-    equinorm.ENorm(model, optimizer, batch()[0]).step()
+    before, out = [q.clone() for q in model.parameters()], model(x)
+    enorm.step()
+    assert torch.equal(model[0].weight, before[0])
+    assert torch.equal(model[0].bias, before[1])
+    assert not torch.equal(model[4].weight, before[4])
+    torch.testing.assert_close(model(x), out)
+    model[0].requires_grad_(True)
+    enorm.step()
+    assert not torch.equal(model[0].weight, before[0])
+    torch.testing.assert_close(model(x), out)
+
+
+class LowRank(nn.Module):
+    """An adapter as PEFT puts it around a layer: W x + b + B A x, of which only A and B train."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.A, self.B = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.B(self.A(x))
+
+
+def test_an_adapter_saved_alone_fits_the_untouched_base() -> None:
+    """Weights of the base that move are in no adapter checkpoint."""
+    base = chain(5, 8, 8, 3)
+    model = copy.deepcopy(base)
+    for i in (0, 2, 4):
+        model[i] = LowRank(model[i]).double()
+    trained = [q for q in model.parameters() if q.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    enorm = equinorm.ENorm(model, optimizer, batch()[0], c=1.2)
+    assert enorm.symmetry.num_scales == 6  # the rank of each adapter
+    with enorm.attach():
+        train(model, optimizer, 5)
+    saved = {name: q for name, q in model.state_dict().items() if ".base." not in name}
+    fresh = copy.deepcopy(base)
+    for i in (0, 2, 4):
+        fresh[i] = LowRank(fresh[i]).double()
+    fresh.load_state_dict(saved, strict=False)
+    assert torch.equal(fresh(batch()[0]), model(batch()[0]))
 
 
 # -- implicit ENorm ----------------------------------------------------------------------------------------------------

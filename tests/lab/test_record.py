@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from equinorm.cli import main as cli
 from equinorm.lab.record import main, plans
 from equinorm.lab.record.config import METHODS, Config, method, rates
 from equinorm.lab.record.data import Pixels, addresses, normalized, read_cifar10, toy_images
@@ -444,6 +445,15 @@ def test_the_whole_program_at_toy_size(tmp_path, capsys, monkeypatch):
     lines = {file: file.read_text() for file in (tmp_path / "out").iterdir()}
     assert main([*arguments[:-1], "choose,final,batch"]) == 0
     assert lines == {file: file.read_text() for file in (tmp_path / "out").iterdir()}
+
+
+def test_the_command(tmp_path, capsys):
+    assert cli(["record", "--toy", "--n", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    *_, unit, twin = capsys.readouterr().out.splitlines()
+    assert "without batch statistics" in unit
+    assert "BatchNorm twin" in twin
+    assert cli(["record", "--n", "0"]) != 0
+    assert "--n is how often" in capsys.readouterr().err
 
 
 def test_a_part_that_does_not_exist(capsys):

@@ -53,6 +53,18 @@ def square_concatenated_with_itself() -> Example:
 
 
 @barrier
+def capped_by_a_buffer() -> Example:
+    """Buffers do not move, so what is compared with one stays."""
+    return around(lambda m, y: torch.minimum(F.relu(y), m.cap), cap=x2(5).abs())
+
+
+@barrier
+def capped_where_it_is_padded() -> Example:
+    """Beside units that are zero the cap may be negative, so its sign decides there."""
+    return around(lambda m, y: torch.minimum(F.pad(F.relu(y), (0, 1)), m.cap), out=6, cap=nn.Parameter(x2(6) - 0.5))
+
+
+@barrier
 def constant_added() -> Example:
     """1 does not scale."""
     return around(lambda m, y: F.relu(y + 1))

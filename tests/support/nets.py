@@ -182,6 +182,31 @@ def linear_without_activation() -> Example:
 
 
 @free
+def capped_per_channel() -> Example:
+    """min(relu(x), c) with a cap for each unit, which scales with it."""
+    net = Net(
+        lambda m, x: m.head(torch.minimum(F.relu(m.stem(x)), m.cap)),
+        stem=nn.Linear(3, 5),
+        cap=nn.Parameter(torch.rand(5) + 0.1),
+        head=nn.Linear(5, 2),
+    )
+    return net, x2(6, 3), 5
+
+
+@free
+def clamped_between_parameters() -> Example:
+    """A lower and an upper bound for each unit."""
+    net = Net(
+        lambda m, x: m.head(torch.clamp(m.stem(x), m.low, m.high)),
+        stem=nn.Linear(3, 5),
+        low=nn.Parameter(-torch.rand(5)),
+        high=nn.Parameter(torch.rand(5)),
+        head=nn.Linear(5, 2),
+    )
+    return net, x2(6, 3), 5
+
+
+@free
 def functional_linear() -> Example:
     net = Net(lambda m, x: F.linear(F.linear(x, m.a, m.b).relu(), m.c), a=w(5, 3), b=w(5), c=w(2, 5))
     return net, x2(6, 3), 5

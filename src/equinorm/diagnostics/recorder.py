@@ -34,6 +34,7 @@ from .probe import Batch, Loss, by_filter, filters, wider
 from .propagation import forward_norms, gradient_norms
 from .shift import channel_means, drift, kernel_means
 from .units import dead_units
+from .writers import writing_to
 
 EVERY = 100
 MAX_SHARE = 0.02
@@ -224,7 +225,8 @@ class Recorder:
             returns one.
         path: a file that gets one line of JSON per recording. It is appended to; a torn last line is cut off first.
         keep: how many records stay in memory, in `records`.
-        writer: anything with `add_scalar(tag, number, step)`, such as TensorBoard's SummaryWriter.
+        writer: TensorBoard's SummaryWriter, a run of wandb, the module `mlflow`, accelerate's `Accelerator`, one of
+            Lightning's loggers, or any function of (numbers by tag, step); see `diagnostics.writers`.
         max_share: the part of the time that recording may take; None for no limit.
         context: made around every measurement, such as `lambda: torch.autocast("cuda", torch.bfloat16)`.
         attach: False to call `record()` by hand, as a step that is replayed as a CUDA graph needs.
@@ -258,6 +260,7 @@ class Recorder:
         if needy and (loss_fn is None or batch is None):
             raise ValueError(f"the instrument {needy[0]!r} needs a loss and a batch: pass loss_fn=... and batch=(x, y)")
         self.every, self.writer, self.max_share, self._around = every, writer, max_share, context
+        self._write = None if writer is None else writing_to(writer)
         self.records: deque[dict[str, Any]] = deque(maxlen=keep)
         self._file = None if path is None else _open_lines(Path(path))
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -354,9 +357,8 @@ class Recorder:
         self.records.append(record)
         if self._file is not None:
             _append_line(self._file, record)
-        if self.writer is not None:
-            for tag, number in _scalars(record):
-                self.writer.add_scalar(tag, number, pending.step)
+        if self._write is not None:
+            self._write(dict(_scalars(record)), pending.step)
         self._seconds += spent + (time.perf_counter() - begin)
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..criteria.norm import Sum
 from ..models.closures import closure_of, with_closure
+from ..models.sharding import local
 from ..symmetry import ScaledParameter, Symmetry, Term
 from .optimizer_state import decoupled_decay, step_is_linear
 
@@ -40,7 +41,7 @@ class SafeBiases:
     """
 
     def __init__(self, symmetry: Symmetry, optimizer: Optimizer, parameters: Sequence[ScaledParameter]) -> None:
-        """`parameters`: the biases that are safe; each has a `fan_in`."""
+        """`parameters`: the biases that are safe, or their parts that are here; each has a `fan_in`."""
         self.symmetry, self.optimizer, self.parameters = symmetry, optimizer, tuple(parameters)
         self.attended = False  # somebody sees to them in every step
         self._before: dict[str, Tensor] = {}  # of a linear step the gradients, of a normalized one the biases
@@ -73,7 +74,7 @@ class SafeBiases:
         if self.linear:
             self._scale_gradients()
         else:
-            self._before.update({w.name: self.symmetry.tensor(w.name).detach().clone() for w in self.parameters})
+            self._before.update({w.name: self.symmetry.values(w.name).detach().clone() for w in self.parameters})
 
     def after_step(self) -> None:
         """Finish a step that was prepared."""
@@ -109,7 +110,7 @@ class SafeBiases:
     def _scale_gradients(self) -> None:
         """Linear steps: the optimizer sees t²·g. Weight decay is added by the optimizer later, so it is not scaled."""
         tensors = {w.name: self.symmetry.tensor(w.name) for w in self.parameters}
-        present = {name: q.grad for name, q in tensors.items() if q.grad is not None}
+        present = {name: local(q.grad) for name, q in tensors.items() if q.grad is not None}
         if not present:
             return
         gradients = list(present.values())
@@ -120,7 +121,7 @@ class SafeBiases:
     @torch.no_grad()
     def _restore_gradients(self) -> None:
         tensors = {name: self.symmetry.tensor(name) for name in self._before}
-        pairs = [(q.grad, self._before[name]) for name, q in tensors.items() if q.grad is not None]
+        pairs = [(local(q.grad), self._before[name]) for name, q in tensors.items() if q.grad is not None]
         if pairs:
             torch._foreach_copy_([gradient for gradient, _ in pairs], [old for _, old in pairs])
         self._before.clear()
@@ -134,9 +135,10 @@ class SafeBiases:
             tensor, old = self.symmetry.tensor(name), self._before[name]
             if tensor.grad is None:
                 continue
+            here = local(tensor)
             decayed = old * (1 - decay[id(tensor)])
-            shortened = decayed + t.to(tensor) * (tensor - decayed)
-            tensor.copy_(shortened if skipped is None else torch.where(skipped.bool(), old, shortened))
+            shortened = decayed + t.to(here) * (here - decayed)
+            here.copy_(shortened if skipped is None else torch.where(skipped.bool(), old, shortened))
 
     # -- what a rescaling asks -----------------------------------------------------------------------------------------
 

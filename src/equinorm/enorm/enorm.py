@@ -13,13 +13,16 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..balance import counting, symmetry_of
 from ..launch import ORDINARY
+from ..models.frozen import Frozen, check_frozen, untrained
 from ..models.handle import Handle
+from ..models.sharding import reshard
 from ..symmetry import ScaledParameter, Symmetry
 from .biases import SafeBiases
 from .optimizer_state import check_optimizer, state_rule
 from .steps.backends import BACKENDS, prepare
 from .steps.plain import PlainStep
 from .steps.protocol import Problem, Step, TrainingState
+from .steps.sharded import ShardedStep
 
 __all__ = ["ENorm"]
 
@@ -49,6 +52,9 @@ class ENorm:
         batchnorm: "preserve" carries scales by BatchNorm's gain and offset; "ignore" treats BatchNorm as absent, as
             stock2019 and repro2019 did for ENorm + BN: that changes the function.
         parameters, keep: as in `equinorm.balance_`.
+        frozen: "keep" (default): what does not train stays as it is, that is parameters with `requires_grad=False` and
+            those that the optimizer does not hold; scales that would move them are left alone (`kept` names them).
+            "move": they move with the others, which keeps the function too, but not a checkpoint of the rest alone.
         companions: other copies of the model that must keep computing what they compute (EMA, SWA).
         symmetry: from `equinorm.trace`, to save tracing again.
         gradients: whether `.grad` moves along, which takes a pass of its own. False is right where gradients are set to
@@ -78,6 +84,7 @@ class ENorm:
         batchnorm: str = "preserve",
         parameters: Iterable[str] | Callable[[str], bool] | None = None,
         keep: Iterable[str] = (),
+        frozen: Frozen = "keep",
         companions: Iterable[nn.Module] = (),
         symmetry: Symmetry | None = None,
         gradients: bool = True,
@@ -89,12 +96,22 @@ class ENorm:
         for name, number in (("p", p), ("c", c), ("cycles", cycles), ("every", every)):
             if not 0 < number < float("inf"):
                 raise ValueError(f"{name} must be positive, got {number!r}")
+        check_frozen(frozen)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"expected the optimizer that trains the model, got {type(optimizer).__name__}; without training there "
                 "is equinorm.balance_(model, example_inputs)"
             )
         symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, batchnorm=batchnorm)
+        self.frozen = frozen
+        self.kept = untrained(symmetry, [optimizer]) if frozen == "keep" else ()
+        if self.kept and len(self.kept) == len(symmetry.moving):
+            raise ValueError(
+                f"nothing to rescale: the optimizer trains none of the parameters of {type(symmetry.model).__name__} "
+                "that could move: make it from this model's parameters (after moving, copying or loading the model), "
+                'or ask for frozen="move"'
+            )
+        symmetry = symmetry.holding(self.kept)
         if not symmetry.num_scales:
             raise ValueError(f"nothing to rescale.\n{symmetry.explain().summary}")
         self.symmetry, self.optimizer = symmetry, optimizer
@@ -111,7 +128,8 @@ class ENorm:
         safe = [w for w in symmetry.parameters if bias == "safe" and w.fan_in is not None]
         self._terms = {w.name: w for w in dict.fromkeys([*symmetry.moving, *safe])}
         self._paths = {name: name.split(".") for name in self._terms}
-        self.biases = SafeBiases(symmetry, optimizer, [w for w in self._terms.values() if w in safe])
+        self._safe = [w.name for w in self._terms.values() if w in safe]  # in this order their gains are numbered
+        self.biases = self._safe_biases()
         self._check_optimizer()
         self._prepare()
 
@@ -134,7 +152,7 @@ class ENorm:
             raise RuntimeError("this ENorm is attached already: remove() its handle first")
         hooks = [self.optimizer.register_step_post_hook(lambda *_: self.step())]
         if len(self.biases):
-            hooks.append(self.optimizer.register_step_pre_hook(lambda *given: self.biases.before_hook(*given)))
+            hooks.append(self.optimizer.register_step_pre_hook(lambda *given: self._before_hook(*given)))
         self.biases.attended = True
         self._handle = Handle(f"ENorm attached to {type(self.optimizer).__name__}", hooks, then=self._detach)
         return self._handle
@@ -159,6 +177,7 @@ class ENorm:
                 "every n-th call only)"
             )
         if len(self.biases):
+            self._reshard()
             self.biases.before_step()
 
     @torch.no_grad()
@@ -177,7 +196,7 @@ class ENorm:
         """The same ENorm, with its state, on copies of the model and its optimizer; not attached."""
         twin = copy.copy(self)
         twin.symmetry, twin.optimizer = self.symmetry.bind(model), optimizer
-        twin.biases = SafeBiases(twin.symmetry, optimizer, self.biases.parameters)
+        twin.biases = twin._safe_biases()
         twin._handle = None
         twin._check_optimizer()
         twin._prepare(self.log_t)
@@ -228,6 +247,10 @@ class ENorm:
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
+    def _safe_biases(self) -> SafeBiases:
+        here = {w.name: w for w in self.symmetry.local().parameters}
+        return SafeBiases(self.symmetry, self.optimizer, [here[name] for name in self._safe])
+
     def _check_optimizer(self) -> None:
         """Refuse an optimizer that holds other parameters than the model's, or state we cannot carry."""
         held = {id(q) for group in self.optimizer.param_groups for q in group["params"]}
@@ -237,7 +260,7 @@ class ENorm:
             some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ValueError(
                 f"the optimizer does not hold {some}: make it from this model's parameters (after moving, copying or "
-                "loading the model), or exclude them with keep=..."
+                'loading the model), or leave them as they are with frozen="keep"'
             )
         for name, q in tensors.items():
             if q.is_meta:
@@ -274,11 +297,20 @@ class ENorm:
         """Scale variables that stay where they are."""
         n = self.symmetry.num_scales
         fixed = torch.zeros(n + 1, dtype=torch.bool)
+        self._frozen_now = self._frozen_since()
+        for w in moving:
+            if w.name in self._frozen_now or (self.bias == "skip" and not w.multiplicative):
+                for term in (w.out, w.into):
+                    if term is not None:
+                        fixed[term.index.reshape(-1)] = True
         fixed[n] = True
-        if self.bias == "skip":
-            for term in (term for w in moving if not w.multiplicative for term in (w.out, w.into) if term is not None):
-                fixed[term.index.reshape(-1)] = True
         return fixed
+
+    def _frozen_since(self) -> set[str]:
+        """Parameters that trained when this was made and do not now."""
+        if self.frozen == "move":
+            return set()
+        return {name for name, q in self.weights().items() if not q.requires_grad}
 
     def _detach(self) -> None:
         self._handle = None
@@ -289,6 +321,9 @@ class ENorm:
 
     def _balance(self) -> None:
         state = self._training_state()
+        if self._frozen_now != self._frozen_since():
+            self._prepare(self.log_t)
+            state = self._training_state()
         if self._seen and self._seen == self._look(state):
             self.prepared.repeat(state)
             return
@@ -300,7 +335,19 @@ class ENorm:
         if self.prepared.step(state):
             self._seen = self._look(state)
 
+    def _before_hook(self, *given: Any) -> Any:
+        self._reshard()
+        return self.biases.before_hook(*given)
+
+    def _reshard(self) -> None:
+        """A forward pass without a backward leaves whole weights in the place of shards: those would move in vain."""
+        if self.backend == ShardedStep.name:
+            reshard(self.symmetry.model)
+            for other in self.companions:
+                reshard(other.model)
+
     def _training_state(self) -> TrainingState:
+        self._reshard()
         return TrainingState(self.weights(), self.optimizer, self.companions, self.gradients, self.biases)
 
     def _look(self, state: TrainingState) -> list[Any]:

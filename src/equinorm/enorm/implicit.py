@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..balance import counting, symmetry_of
 from ..criteria.norm import Objective, layouts, powers_of, times
+from ..models.flat import refuse_shards
 from ..symmetry import Symmetry
 
 __all__ = ["ImplicitENorm"]
@@ -39,6 +40,7 @@ class ImplicitENorm(nn.Module):
         symmetry: Symmetry | None = None,
     ) -> None:
         super().__init__()
+        refuse_shards(model, "ImplicitENorm", "use equinorm.ENorm")
         symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep)
         if not symmetry.num_scales:
             raise ValueError(f"nothing to rescale.\n{symmetry.explain().summary}")

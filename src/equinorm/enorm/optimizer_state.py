@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..models.flat import refuse_flat_optimizer
+
 __all__ = [
     "StateRule",
     "carry_state_",
@@ -121,6 +123,7 @@ def state_rule(optimizer: Optimizer | type[Optimizer]) -> StateRule:
     for base in optimizer_class.__mro__:
         if base in _RULES:
             return _RULES[base]
+    refuse_flat_optimizer(optimizer)
     name = optimizer_class.__name__
     if not issubclass(optimizer_class, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {name}; of a wrapper, pass what it wraps")

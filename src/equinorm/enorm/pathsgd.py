@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..models.flat import refuse_shards
 from ..models.inputs import as_arguments
 from ..models.modes import evaluating
 from .optimizer_state import register_state_rule
@@ -92,6 +93,7 @@ def path_kappa(model: nn.Module, example_inputs: Any) -> dict[str, Tensor]:
 
 
 def _refuse_without_paths(model: nn.Module) -> None:
+    refuse_shards(model, "Path-SGD", "use equinorm.ENorm")
     for name, module in model.named_modules():
         if isinstance(module, _WITHOUT_PATHS):
             kind = type(module).__name__

@@ -265,6 +265,22 @@ class EquiNormLayer(nn.Module):
             plain.bias = nn.Parameter(self.bias.clone(), requires_grad=self.bias.requires_grad)
         return plain.train(self.training)
 
+    @torch.no_grad()
+    def bare(self) -> Any:
+        """The torch layer with the weight as it is stored, not in equilibrium, and no bias: one to put a norm behind.
+
+        >>> nn.Sequential(layer.bare(), nn.GroupNorm(8, 64))
+        """
+        plain = nn.utils.skip_init(
+            self._plain,
+            **{name: getattr(self, name) for name in self._arguments},
+            bias=False,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        plain.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=self.weight.requires_grad)
+        return plain.train(self.training)
+
     @classmethod
     def from_plain(cls: type[Layer], plain: nn.Module, *, keep_weight: bool = True, **options: Any) -> Layer:
         """The EquiNorm layer with the arguments, device and dtype of a torch layer.

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..models.flat import refuse_shards
 from ..models.inputs import call
 from ..models.layers import CONVOLUTIONS, TRANSPOSED, LayerReport, select, tied_weights
 from ..models.modes import evaluating
 from ..models.parametrized import originals, parametrized_layers, why_not_parametrize
+from ..models.saving import guard_saving_
 from .functional import unit_init_
 from .parametrization import ScaledKernel
 
@@ -64,6 +66,7 @@ def mean_shift_rejection_(
 
     >>> print(mean_shift_rejection_(model, keep=["decoder"]))
     """
+    refuse_shards(model, "mean_shift_rejection_", "put it on the model before it is sharded")
     first = first_spatial(model, example_inputs) if exclude_first else None
     scaled: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
@@ -75,6 +78,7 @@ def mean_shift_rejection_(
             skipped[name] = why
         else:
             scaled[name] = layer
+    guard_saving_(model)
     for layer in scaled.values():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         centred = layer is not first

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..models.filters import filter_norm
 
-__all__ = ["centre_gradients_", "luma_gradient", "luma_pull", "unit_init_", "window", "zero_mean_init_"]
+__all__ = ["centre_", "centre_gradients_", "luma_gradient", "luma_pull", "unit_init_", "window", "zero_mean_init_"]
 
 
 def window(kernel: Tensor) -> tuple[int, ...]:
@@ -22,7 +22,7 @@ def window(kernel: Tensor) -> tuple[int, ...]:
 def zero_mean_init_(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Fill a kernel with U(-1, 1), take off its window means, scale each filter to length 1 (ruff2020, 3.2).
 
-    `tensor` is [filters, channels, *window] as in `nn.Conv2d.weight`; the window has more than one point.
+    `tensor` is `[filters, channels, *window]` as in `nn.Conv2d.weight`; the window has more than one point.
 
     >>> zero_mean_init_(conv.weight)
     """
@@ -51,8 +51,15 @@ def centre_gradients_(parameters: Iterable[Tensor], z: float = 1.0) -> None:
     >>> loss.backward(); centre_gradients_(model.parameters(), z=0.85); optimizer.step()
     """
     for parameter in parameters:
-        if parameter.grad is not None and window(parameter):
-            parameter.grad.sub_(parameter.grad.mean(window(parameter), keepdim=True), alpha=z)
+        if parameter.grad is not None:
+            centre_(parameter.grad, z)
+
+
+@torch.no_grad()
+def centre_(gradient: Tensor, z: float) -> None:
+    """∇V ← ∇V - z · mean of ∇V over the window, if it has one."""
+    if window(gradient):
+        gradient.sub_(gradient.mean(window(gradient), keepdim=True), alpha=z)
 
 
 def luma_gradient(V: Tensor, luma: float | Tensor) -> Tensor:

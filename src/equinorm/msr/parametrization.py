@@ -22,6 +22,8 @@ class ScaledKernel(nn.Module):
     On CUDA W is made in the precision in which it is used, see `models.parametrized.dtype_in_use`.
     """
 
+    holds_length = True  # LUMA takes the place of weight decay on V
+
     def __init__(self, weight: Tensor, centred: bool = True) -> None:
         super().__init__()
         self.centred = centred

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from ..errors import counted
 from ..launch import dense, kernels
 from ..models.closures import closure_of, with_closure
 from ..models.filters import filter_norm
+from ..models.flat import refuse_flat_model
 from ..models.handle import Handle
 from ..models.parametrized import originals
+from ..models.sharding import Part, local, part_of, processes_of, reshard
 from .apply import first_spatial, is_spatial, scaled_kernels
-from .functional import centre_gradients_, luma_pull
+from .functional import centre_, luma_pull, window
 
 __all__ = ["MeanShiftRejection"]
 
@@ -41,6 +43,9 @@ class MeanShiftRejection:
     biases of residual branches add up: n of them move the stream n times as far as one, which ends with every
     channel of it below zero and dead. None is 1/n for n biases; 1 is the paper's (which needs none: section 6).
 
+    Parameters may be sharded (DTensor: FSDP2): each process works on its parts, and two numbers are added up over all.
+    Put `mean_shift_rejection_` on the model before it is sharded, and make this and the optimizer afterwards.
+
     As of `clip_grad_norm_`, gradients are changed in place; call the optimizer once for each backward pass.
 
     A model without scaled kernels can have its plain spatial kernels centred (except the first, if
@@ -63,6 +68,8 @@ class MeanShiftRejection:
             raise ValueError(f"luma must not be negative, got {luma}")
         if max_step is not None and max_step <= 0.0:
             raise ValueError(f"max_step must be positive, or None for no limit; got {max_step}")
+        refuse_flat_model(model)
+        reshard(model)
         layers = dict(scaled_kernels(model))
         if not layers and luma > 0.0:
             raise ValueError(
@@ -80,11 +87,13 @@ class MeanShiftRejection:
         self.z, self.luma, self.centre_luma, self.max_step = z, luma, centre_luma, max_step
         self._exclude_first = exclude_first
         self._kernels: dict[int, Tensor] = {}
+        self._parts: dict[int, Part] = {}
         self._uncentred: set[int] = set()
         self._biases: list[Tensor] = []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, layer in layers.items():
             self._take(name, layer, groups)
+        self._processes = processes_of(self._kernels.values())
         self.bias_step = 1.0 / max(len(self._biases), 1) if bias_step is None else bias_step
         self._before: list[Tensor] = []  # the biases before a step
         self._adapter: Any = None
@@ -117,6 +126,9 @@ class MeanShiftRejection:
                 )
         if isinstance(V, Tensor) and V.requires_grad:
             self._kernels[id(V)] = V
+            self._parts[id(V)] = part = part_of(V, f"V of {name}")
+            if set(window(V)) & set(part.split_axes()):
+                raise ValueError(f"{name} is sharded along the window of its kernels: shard it along axis 0 or 1")
         if isinstance(layer.bias, Tensor) and id(layer.bias) in groups:
             self._biases.append(layer.bias)
 
@@ -133,7 +145,7 @@ class MeanShiftRejection:
         for number, group in enumerate(self.optimizer.param_groups):
             for p in group["params"]:
                 if p.grad is not None:
-                    gradients.append(p.grad)
+                    gradients.append(local(p.grad))
                     if id(p) in self._kernels:
                         scaled.append((p, number))
         if scaled and not self._adapt_fused_(scaled, gradients):
@@ -145,20 +157,23 @@ class MeanShiftRejection:
         steps, lengths = [], []
         for V, number in scaled:
             assert V.grad is not None
-            exact = V.to(torch.promote_types(V.dtype, torch.float32))  # ‖V‖ - 1 is lost in half precision
-            norm, z = filter_norm(exact), 0.0 if id(V) in self._uncentred else self.z
+            part, kernel, gradient = self._parts[id(V)], local(V), local(V.grad)
+            exact = kernel.to(torch.promote_types(V.dtype, torch.float32))  # ‖V‖ - 1 is lost in half precision
+            norm, z = self._filter_norm(exact, part), 0.0 if id(V) in self._uncentred else self.z
             if not self.centre_luma:
-                centre_gradients_([V], z)
+                centre_(gradient, z)
             if self.luma > 0.0:
                 luma = -self.luma if groups[number].get("maximize", False) else self.luma
-                V.grad.addcmul_(exact, luma_pull(norm, luma if scale is None else luma * scale))
+                gradient.addcmul_(exact, luma_pull(norm, luma if scale is None else luma * scale))
             if self.centre_luma:
-                centre_gradients_([V], z)
-            steps.append(groups[number]["lr"] * torch.linalg.vector_norm(V.grad, dtype=exact.dtype))
-            lengths.append(torch.linalg.vector_norm(norm))
+                centre_(gradient, z)
+            share = part.share(self._processes) ** 0.5
+            steps.append(share * groups[number]["lr"] * torch.linalg.vector_norm(gradient, dtype=exact.dtype))
+            lengths.append(share * torch.linalg.vector_norm(exact if set(part.split_axes()) - {0} else norm))
         if self.max_step is None:
             return
-        excess = _norm(steps) / (self.max_step * _norm(lengths))
+        step, length = self._norms_of_all(_norm(steps), _norm(lengths))
+        excess = step / (self.max_step * length)
         if scale is not None:
             excess = excess / scale
         factor = excess.clamp_min(1.0).reciprocal()  # nothing is read on the host, so always multiplied
@@ -166,6 +181,20 @@ class MeanShiftRejection:
             here = [gradient for gradient in gradients if gradient.device == device]
             torch._foreach_mul_(here, factor.to(device))
         self._limited_count(excess.device).add_(excess > 1.0)
+
+    def _norms_of_all(self, *norms: Tensor) -> Iterable[Tensor]:
+        """The norms of vectors of which every process has a part."""
+        if self._processes.count == 1:
+            return norms
+        return self._processes.sum(torch.stack(norms).square()).sqrt()
+
+    def _filter_norm(self, kernel: Tensor, part: Part) -> Tensor:
+        """The norm of each filter that is here, of which others may hold the rest."""
+        norm = filter_norm(kernel)
+        if not set(part.split_axes()) - {0}:
+            return norm
+        squares = part.spread(norm.square() * part.share(self._processes), 0)
+        return part.of(self._processes.sum(squares)).sqrt()
 
     def _adapt_fused_(self, scaled: list[tuple[Tensor, int]], gradients: list[Tensor]) -> bool:
         """The same in three launches on CUDA; False, and nothing done, where they cannot be used."""
@@ -234,16 +263,18 @@ class MeanShiftRejection:
 
     @torch.no_grad()
     def _remember_biases(self) -> None:
-        if [(b.device, b.dtype) for b in self._before] != [(b.device, b.dtype) for b in self._biases]:
-            self._before = [torch.empty_like(bias) for bias in self._biases]
-        if self._biases:
-            torch._foreach_copy_(self._before, self._biases)
+        biases = [local(bias) for bias in self._biases]
+        if [(b.device, b.dtype, b.shape) for b in self._before] != [(b.device, b.dtype, b.shape) for b in biases]:
+            self._before = [torch.empty_like(bias) for bias in biases]
+        if biases:
+            torch._foreach_copy_(self._before, biases)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         if self.bias_step != 1.0 and self._biases:
-            torch._foreach_lerp_(self._before, self._biases, self.bias_step)
-            torch._foreach_copy_(self._biases, self._before)
+            biases = [local(bias) for bias in self._biases]
+            torch._foreach_lerp_(self._before, biases, self.bias_step)
+            torch._foreach_copy_(biases, self._before)
 
     def __repr__(self) -> str:
         names = ("z", "luma", "centre_luma", "max_step", "bias_step")

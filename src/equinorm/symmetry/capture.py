@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..models.flat import refuse_flat_model, refuse_shards
 from ..models.patterns import Keep
 from .shapes import settle, storages_of
 from .traceless import forgotten, is_plain, undisturbed
@@ -70,7 +71,14 @@ def capture(model: nn.Module, example_inputs: Any, keep: Iterable[str] = ()) -> 
     """Export `model` on `example_inputs`; parameters that `keep` names, or their modules, count as constants."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    refuse_flat_model(model)
     model = unwrap(model)
+    refuse_flat_model(model)
+    refuse_shards(
+        model,
+        "equinorm.trace",
+        "trace the model before it is sharded, or a copy on the meta device, and give symmetry= afterwards",
+    )
     parameters = describe_parameters(model, keep)
     args, kwargs = example_arguments(model, example_inputs)
     exported, call_sites = export(model, args, kwargs)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.flat import refuse_flat_model
+from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from .capture import Captured, capture, unwrap
 from .explain import Explainer, Explanation, where
+from .holding import holding
 from .interpreter import Interpreter
 from .scales import FROZEN
 from .verify import (
@@ -47,6 +51,10 @@ class Term:
     def to(self, device: torch.device) -> Term:
         return Term(self.index.to(device), self.exponent.to(device))
 
+    def within(self, part: Part) -> Term:
+        """On a part of the parameter's elements."""
+        return Term(part.of(self.index), part.of(self.exponent))
+
 
 @dataclass(frozen=True, eq=False)
 class ScaledParameter:
@@ -59,19 +67,26 @@ class ScaledParameter:
     multiplicative: bool  # weights and gains count in the norm, biases and offsets do not
     depth: int  # linear layers between it and the output, on the longest path
     fan_in: Term | None = None  # for a bias: the inputs of the layer that owns it, along a last axis of their own
+    share: float = 1.0  # by what a sum over its elements is multiplied: below 1 where other processes hold copies
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-        factor = torch.ones([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
+        # one exponential of the difference: each by itself may be out of range where their product is not
+        log_factor = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
         if self.out is not None:
-            factor = factor * self.out.log_scale(padded).exp()
+            log_factor = log_factor + self.out.log_scale(padded)
         if self.into is not None:
-            factor = factor * self.into.log_scale(padded).neg().exp()
-        return factor
+            log_factor = log_factor - self.into.log_scale(padded)
+        return log_factor.exp()
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
         return replace(self, out=out, into=into, fan_in=fan_in)
+
+    def within(self, part: Part, share: float = 1.0) -> ScaledParameter:
+        """On the part of its elements that this process holds."""
+        out, into, fan_in = (None if t is None else t.within(part) for t in (self.out, self.into, self.fan_in))
+        return replace(self, shape=part.shape, out=out, into=into, fan_in=fan_in, share=share)
 
     @property
     def moves(self) -> bool:
@@ -92,7 +107,9 @@ class Symmetry:
         self.model = model
         self.parameters, self.birth = _compile(interpreter)
         self.num_scales: int = len(self.birth)
+        self.processes = ALONE
         self.verification = Verification(done=False, why_not="it was not asked for")
+        self.held: tuple[str, ...] = ()  # parameters that `holding` keeps as they are
         self._explainer = Explainer(type(model).__name__, captured, interpreter, self.num_scales)
 
     def __repr__(self) -> str:
@@ -106,11 +123,18 @@ class Symmetry:
         explanation = self._explainer()
         if self.verification.frozen:
             explanation = replace(explanation, summary=f"{explanation.summary}\n{self.verification}")
+        if self.held:
+            some = ", ".join(self.held[:3]) + (f" and {len(self.held) - 3} more" if len(self.held) > 3 else "")
+            left = f"{self.num_scales:,} free scale{'' if self.num_scales == 1 else 's'} left"
+            explanation = replace(explanation, summary=f"{explanation.summary}\n{left} while {some} stay as they are")
         return explanation[:0] if summary else explanation
 
     def bind(self, model: nn.Module) -> Symmetry:
-        """The same symmetry on another copy of the model (an average of its weights, a deepcopy)."""
+        """The same symmetry on another copy of the model: an average of its weights, a deepcopy, a sharded one."""
+        refuse_flat_model(model)
         model = unwrap(model)
+        refuse_flat_model(model)
+        reshard(model)
         for parameter in self.moving:
             other = _parameter(model, parameter.name)
             if other.shape != parameter.shape:
@@ -119,6 +143,37 @@ class Symmetry:
                 )
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, model=model)
+        return twin
+
+    def holding(self, names: Iterable[str]) -> Symmetry:
+        """The rescalings among these that leave the parameters of these names as they are.
+
+        >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
+        """
+        held = set(names) & {w.name for w in self.moving}
+        if not held:
+            return self
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
+        twin.parameters, twin.birth = holding(self.parameters, self.birth, held)
+        twin.num_scales = len(twin.birth)
+        return twin
+
+    def local(self) -> Symmetry:
+        """The same on the parts of parameters that this process holds; itself where they are not sharded.
+
+        `processes` are those that hold parts. Sums over elements are theirs together.
+        """
+        if self.processes is not ALONE:
+            return self
+        tensors = {p.name: self.tensor(p.name) for p in self.parameters}
+        processes = processes_of(tensors.values())
+        if processes is ALONE:
+            return self
+        parts = {name: part_of(tensor, name) for name, tensor in tensors.items()}
+        parameters = [p.within(parts[p.name], parts[p.name].share(processes)) for p in self.parameters]
+        twin = object.__new__(Symmetry)
+        twin.__dict__.update(self.__dict__, parameters=parameters, processes=processes)
         return twin
 
     @property
@@ -130,6 +185,10 @@ class Symmetry:
         """A parameter of the bound model."""
         return _parameter(self.model, name)
 
+    def values(self, name: str) -> Tensor:
+        """The elements of a parameter that this process holds."""
+        return local(self.tensor(name))
+
     @torch.no_grad()
     def rescale_(self, log_scales: Tensor) -> None:
         """Multiply every scale variable by exp(log_scales), in place: all, or nothing if anything is raised.
@@ -137,11 +196,13 @@ class Symmetry:
         Args:
             log_scales: `num_scales` real numbers, any element of the symmetry group.
         """
-        factors = self.factors(log_scales)
-        for name, factor in factors.items():
-            check_range(name, self.tensor(name), factor)
-        tensors = [self.tensor(name) for name in factors]
-        moved = [factor.to(tensor) for factor, tensor in zip(factors.values(), tensors, strict=True)]
+        here = self.local()
+        factors = here.factors(log_scales)
+        tensors = [here.values(name) for name in factors]
+        _check_range(factors, tensors, here.processes)
+        # a factor may leave the range of half precision where what it makes of a weight does not
+        exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+        moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         with tensors_kept(tensors):
             for tensor, factor in zip(tensors, moved, strict=True):
                 tensor.mul_(factor)
@@ -157,21 +218,29 @@ class Symmetry:
         return {p.name: p.factor(padded) for p in self.moving}
 
 
-def check_range(name: str, tensor: Tensor, factor: Tensor) -> None:
+def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], processes: Processes) -> None:
     """Refuse, before anything is changed, a tensor without data and a factor that leaves the range of its dtype."""
-    if tensor.is_meta:
-        raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
-    if bool(out_of_range(tensor, factor).any()):
-        raise OverflowError(
-            f"rescaling {name!r} by factors from {factor.min():.3g} to {factor.max():.3g} leaves the range of "
-            f"{tensor.dtype}; use smaller log_scales or a wider dtype"
-        )
+    beyond = []
+    for (name, factor), tensor in zip(factors.items(), tensors, strict=True):
+        if tensor.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
+        beyond.append(out_of_range(tensor, factor).any().cpu())
+    flags = processes.any(torch.stack(beyond)).tolist() if beyond else []
+    for flag, (name, factor), tensor in zip(flags, factors.items(), tensors, strict=True):
+        if flag:
+            by = f" by factors from {factor.min():.3g} to {factor.max():.3g}" if factor.numel() else ""
+            raise OverflowError(
+                f"rescaling {name!r}{by} leaves the range of {tensor.dtype}; use smaller log_scales or a wider dtype"
+            )
 
 
 def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     """Where the largest value that a factor meets would overflow, or vanish; in the factor's shape."""
     axes = [a for a in range(tensor.ndim) if a >= factor.ndim or factor.shape[a] == 1]
-    largest = tensor.detach().abs().amax(axes, keepdim=True).to(factor) if tensor.numel() else factor.new_zeros(())
+    largest = tensor.detach().abs() if tensor.numel() else factor.new_zeros(())
+    if axes and tensor.numel():  # over no axes `amax` would take all
+        largest = largest.amax(axes, keepdim=True)
+    largest = largest.to(factor)
     limit = torch.finfo(tensor.dtype)
     after = largest * factor
     bad = ~(after <= limit.max) | ((after < limit.tiny) & (largest >= limit.tiny))
@@ -201,13 +270,18 @@ def trace(
     if batchnorm not in ("preserve", "ignore"):
         raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
     captured = capture(model, example_inputs, keep)
-    interpreter = Interpreter(captured, batchnorm)
-    with torch.no_grad():
+    with torch.no_grad(), _on_the_host():
+        interpreter = Interpreter(captured, batchnorm)
         interpreter.run()
-    symmetry = Symmetry(unwrap(model), captured, interpreter)
+        symmetry = Symmetry(unwrap(model), captured, interpreter)
     if batchnorm == "preserve" and verify is not False:
         return _verified(symmetry, captured, interpreter, example_inputs, asked=verify is True)
     return symmetry
+
+
+def _on_the_host() -> AbstractContextManager[Any]:
+    """Labels are computed with, so they have values also where the model was made on the meta device."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _verified(

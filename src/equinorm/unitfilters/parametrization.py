@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from ..models.layers import LAYERS, TRANSPOSED, LayerReport, filter_dim, select, tied_weights
 from ..models.parametrized import originals, parametrized_layers, why_not_parametrize
+from ..models.saving import guard_saving_
 from ..models.unwrapping import unwrap
 from .functional import Filters, Over, mean_over, project_all_
 
@@ -30,6 +31,7 @@ class UnitFilter(nn.Module):
     """
 
     gain: Tensor
+    holds_length = True  # a direction has no length that could decay
 
     def __init__(self, weight: Tensor, *, dim: int = 0, zero_mean: bool | Over = False, learned: bool = False) -> None:
         super().__init__()
@@ -106,6 +108,7 @@ def unit_filters_(
             skipped[name] = why
         else:
             changed[name] = layer
+    guard_saving_(model)
     for layer in changed.values():
         weight = layer.weight
         assert isinstance(weight, Tensor)

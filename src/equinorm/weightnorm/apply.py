@@ -13,6 +13,7 @@ from ..models.filters import centre_filters, filter_norm
 from ..models.layers import LAYERS, TRANSPOSED, LayerReport, fans, filter_dim, select, tied_weights
 from ..models.parametrized import originals, why_not_parametrize
 from ..models.patterns import Keep
+from ..models.saving import guard_saving_
 from .parametrizations import CentredWeightNorm, ScaledWeightNorm, WeightNorm, WeightStandardization
 
 __all__ = [
@@ -37,6 +38,7 @@ def weight_norm_(model: nn.Module, *, keep: Iterable[str] = (), layers: Iterable
     >>> print(weight_norm_(model, keep=["head"]))
     """
     selected, skipped = _select(model, keep, layers, centred=False)
+    guard_saving_(model)
     for layer in selected.values():
         parametrize.register_parametrization(layer, "weight", WeightNorm(filter_dim(layer)), unsafe=True)
     return LayerReport(tuple(selected), skipped)
@@ -52,6 +54,7 @@ def centred_weight_norm_(
     >>> centred_weight_norm_(model)
     """
     selected, skipped = _select(model, keep, layers, centred=True)
+    guard_saving_(model)
     for layer in selected.values():
         parametrize.register_parametrization(layer, "weight", CentredWeightNorm(filter_dim(layer)), unsafe=True)
     return LayerReport(tuple(selected), skipped)
@@ -68,6 +71,7 @@ def weight_standardization_(
     >>> weight_standardization_(model, keep=["head"])
     """
     selected, skipped = _select(model, keep, layers, centred=True)
+    guard_saving_(model)
     for layer in selected.values():
         parametrize.register_parametrization(layer, "weight", WeightStandardization(filter_dim(layer), eps))
     return LayerReport(tuple(selected), skipped)
@@ -103,6 +107,7 @@ def scaled_weight_norm_(
         raise ValueError(f"blocks is the number of residual blocks, at least 1; got {blocks}")
     branches = blocks or len(branch_ends)
     kept = Keep(model, keep)
+    guard_saving_(model)
     for name, layer in selected.items():
         fan_in, fan_out = fans(layer)
         scale = math.sqrt((1 if name in {*linear, *branch_ends} else 2) * fan_in / fan_out)

@@ -8,10 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
+from ...models.sharding import is_sharded
 from ..biases import Gains
 from .fused import ParameterLayouts
 from .plain import PlainStep
 from .protocol import Problem, Step
+from .sharded import ShardedStep
 from .structure import InexpressibleError
 
 __all__ = ["BACKENDS", "prepare"]
@@ -26,6 +28,10 @@ def prepare(backend: str, problem: Problem, log_t: Tensor, gains: Gains) -> tupl
     """
     fused = ("triton", "foreach") if log_t.device.type == "cuda" else ("foreach",)
     tensors, why_not = problem.tensors(), dict[str, str]()
+    if any(map(is_sharded, tensors)):
+        if backend not in ("auto", "plain"):
+            raise ValueError(f"backend={backend!r} is not possible where parameters are sharded: leave it at 'auto'")
+        return ShardedStep(problem, log_t, gains), why_not
     for name in (*fused, "plain") if backend == "auto" else (backend,):
         if name == "plain":
             return PlainStep(problem, log_t, gains), why_not

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,8 @@ class PlainStep(Step):
         super().__init__(problem, log_t, gains)
         device = log_t.device
         counted = layouts(problem.symmetry, problem.p, problem.c, problem.counts)
-        self.objective = Objective(problem.num_scales, problem.p, counted, problem.dtype, device)
+        processes = problem.symmetry.processes
+        self.objective = Objective(problem.num_scales, problem.p, counted, problem.dtype, device, processes)
         if problem.fixed is not None:
             self.objective.fixed |= problem.fixed.to(device)
         for name in problem.terms:
@@ -34,11 +37,7 @@ class PlainStep(Step):
         self._cycle = Cycle(self.objective, problem.symmetry.birth)
 
     def step(self, state: TrainingState) -> bool:
-        self.objective.load(state.weights.__getitem__)
-        s = torch.zeros_like(self.log_t, dtype=self.objective.dtype)
-        for _ in range(self.problem.cycles):
-            s = self._cycle.run(s)
-        s = self.representable(s, state.weights)
+        s = self.representable(self._cycles(state.weights), state.weights)
         padded = torch.cat([s, s.new_zeros(1)])
         self.log_t += s
         self.gains.measure_(self.log_t)
@@ -52,6 +51,14 @@ class PlainStep(Step):
                 twin = other.tensor(name)
                 twin.mul_(factor.to(twin.device))
         return False
+
+    def _cycles(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The log-scales after the cycles of one step."""
+        self.objective.load(weights.__getitem__)
+        s = torch.zeros_like(self.log_t, dtype=self.objective.dtype)
+        for _ in range(self.problem.cycles):
+            s = self._cycle.run(s)
+        return s
 
     def imbalance(self, state: TrainingState) -> float:
         """The largest |log(incoming / outgoing mass)| at the present weights."""

@@ -96,4 +96,5 @@ class Step(ABC):
         if all(q.dtype != torch.float16 for q in weights.values()):
             return s
         terms = [self.terms(w.name) for w in self.problem.symmetry.moving]
-        return torch.where(beyond_range(terms, weights.__getitem__, s), 0.0, s)
+        beyond = beyond_range(terms, weights.__getitem__, s)
+        return torch.where(self.problem.symmetry.processes.any(beyond), 0.0, s)

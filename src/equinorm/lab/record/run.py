@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 
 from .check import check
-from .config import Config
+from .config import RECORD, Config
 from .data import read_cifar10, toy_images
 from .log import Log, table
 from .plans import batch, choose, final, ladder, refine
 from .runner import OutOfTimeError, Runner
 
-__all__ = ["PARTS", "main"]
+__all__ = ["PARTS", "main", "record"]
 
 PARTS = ("check", "ladder", "refine", "final", "choose", "batch")
 RESULTS = Path("results/without-batch-statistics")
@@ -31,14 +32,8 @@ RESULTS = Path("results/without-batch-statistics")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that are asked for; 0 also where single runs failed, which the table shows."""
     options = _options(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.backends.cudnn.benchmark = True
-    limits: Any = torch._dynamo.config if hasattr(torch, "_dynamo") else None
-    if limits is not None:
-        limits.recompile_limit = 64
-    images = toy_images(device) if options.toy else read_cifar10(options.data, device)
     log = Log(options.out, RESULTS, retry=options.retry)
-    run = Runner(images, log, options.minutes, options.toy, data=None if options.toy else options.data)
+    run = _runner(log, options.data, options.device, options.toy, options.minutes)
     config = None
     if options.config is not None:
         changes = json.loads(options.config)
@@ -64,11 +59,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def record(data: Path, out: Path, n: int = 20, toy: bool = False, device: str | None = None) -> str:
+    """Train the record's net and its BatchNorm twin in turn, n times each, and say how accurate and how fast."""
+    if not toy and not torch.cuda.is_available():
+        raise RuntimeError("the record is trained on a GPU, and there is none; --toy shows on a CPU that it runs")
+    run = _runner(Log(out), data, device, toy)
+    final(run, RECORD.but(mode="captured") if toy else RECORD, n)
+    head = "a toy: noise in place of images, and a tiny net\n" if toy else ""
+    return f"{head}{table(run.touched)}"
+
+
+def _runner(log: Log, data: Path, device: str | None, toy: bool, minutes: float = math.inf) -> Runner:
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.backends.cudnn.benchmark = True
+    limits: Any = torch._dynamo.config if hasattr(torch, "_dynamo") else None
+    if limits is not None:
+        limits.recompile_limit = 64
+    images = toy_images(where) if toy else read_cifar10(data, where)
+    return Runner(images, log, minutes, toy, data=None if toy else data)
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="equinorm.lab.record.run", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path("data"), help="holds cifar-10-batches-bin")
     parser.add_argument("--out", type=Path, default=Path("out/record"), help="where logs are written, and read first")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing that would not end in this time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start nothing that would not end in this time")
     parser.add_argument("--only", type=lambda said: said.split(","), default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--toy", action="store_true", help="200 images of noise and a tiny net, on any machine")
     parser.add_argument("--device", help="cuda if there is one")

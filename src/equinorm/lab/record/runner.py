@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 import traceback
@@ -64,7 +65,7 @@ class Runner:
         self,
         images: Images,
         log: Log,
-        minutes: float = 1e9,
+        minutes: float = math.inf,
         toy: bool = False,
         verbose: bool = True,
         data: Path | None = None,
@@ -73,7 +74,8 @@ class Runner:
         self.data = data
         self.images = {"test": images, "held-out": images.held_out()}
         self.log, self.toy, self.verbose = log, toy, verbose
-        self.deadline = time.monotonic() + 60 * minutes
+        self.began = time.monotonic()
+        self.deadline = self.began + 60 * minutes
         self.device = images.train.device
         self.about = about(self.device)
         self.touched: list[Row] = []
@@ -87,7 +89,9 @@ class Runner:
 
     def say(self, text: str) -> None:
         if self.verbose:
-            print(f"[{self.left():5.0f} s left] {text}", flush=True)
+            limited = self.deadline < math.inf
+            clock = f"{self.left():5.0f} s left" if limited else f"{time.monotonic() - self.began:5.0f} s"
+            print(f"[{clock}] {text}", flush=True)
 
     def key(self, config: Config, seed: int, on: str) -> str:
         """The name of a run in the log."""

@@ -161,8 +161,11 @@ def clamp(t: Interpreter, a: Arguments) -> Any:
 @rule("clamp.Tensor", "clamp_min.Tensor", "clamp_max.Tensor")
 def clamp_tensor(t: Interpreter, a: Arguments) -> Any:
     """A maximum and a minimum with tensors: all have one scale."""
-    bounds = [a[name] for name in ("min", "max") if name in a and a[name] is not None]
-    return joined(t, a["self"], *bounds).expanded(t.result_shape())
+    value: Value = a["self"]
+    for name in ("min", "max"):
+        if name in a and a[name] is not None:
+            value = bounded(t, value, a[name])
+    return value.expanded(t.result_shape())
 
 
 @rule("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default")
@@ -196,7 +199,23 @@ def addition(t: Interpreter, a: Arguments) -> Any:
 
 @rule("maximum.default", "minimum.default", "max.other", "min.other", "fmax.default", "fmin.default", "hypot.default")
 def extremum(t: Interpreter, a: Arguments) -> Any:
-    return joined(t, a["self"], a["other"])
+    """One scale. A parameter that an activation is compared with is a bound: it takes the activation's scale."""
+    x, y = a["self"], a["other"]
+    return joined(t, x, y) if t.op_name == "hypot" else bounded(t, x, y)
+
+
+def bounded(t: Interpreter, x: Value, y: Value) -> Value:
+    """max(x, y) or min(x, y): a cap per channel is carried like an offset, and no more counts in a norm than one."""
+    if x.parameter is not None:
+        x, y = y, x
+    if y.parameter is None or x.parameter is not None:
+        return joined(t, x, y)
+    shape = common_shape(x, y)
+    labels = t.labels(x).expand(shape)
+    if bool((lb.narrowed(labels) == ZERO).any()):
+        return joined(t, x, y)
+    t.assign(y.expanded(shape), plus=labels, minus=None, role=Role(t.now, multiplies=False))
+    return activation(labels)
 
 
 @rule("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
