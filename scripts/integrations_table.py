@@ -1,7 +1,7 @@
 """Makes the table of docs/integrations.md from the log of `make test-integrations`.
 
-    make test-integrations && cp out/integrations.txt results/integrations.txt
-    python scripts/integrations_table.py      # writes the table between the two markers of the page
+make test-integrations && cp out/integrations.txt results/integrations.txt
+python scripts/integrations_table.py      # writes the table between the two markers of the page
 """
 
 from __future__ import annotations

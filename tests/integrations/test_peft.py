@@ -29,9 +29,7 @@ def outputs(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.shows(
-    "PEFT", "LoRA and DoRA with ENorm, saved alone, loaded on the untouched base, merged", "peft"
-)
+@pytest.mark.shows("PEFT", "LoRA and DoRA with ENorm, saved alone, loaded on the untouched base, merged", "peft")
 def test_an_adapter_saved_alone(dora: bool, tmp_path: Path) -> None:
     model = adapted(dora)
     base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
