@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import SGD, AdamW, Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import equinorm
 from equinorm.lab.bench.llama import Llama
@@ -202,6 +203,13 @@ def test_enorm_over_four_processes(how: str, name: str, optimizer: str, bias: st
 # -- balance_ ------------------------------------------------------------------------------------------------------
 
 
+BALANCING: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("residual", {"c": 1.2}),
+    ("residual", {"parameters": ["inner.*.weight", "outer.*.weight"]}),  # a direction in which the norm is flat
+]
+
+
 def balanced(name: str, how: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     model = net(name)
     symmetry = equinorm.trace(model, example(name))
@@ -211,14 +219,12 @@ def balanced(name: str, how: str, options: dict[str, Any]) -> tuple[dict[str, Te
 
 
 @pytest.mark.parametrize("how", ["fsdp", "tensor"])
-@pytest.mark.parametrize(
-    ("name", "options"), [("llama", {}), ("residual", {"c": 1.2}), ("residual", {"parameters": ["inner", "hidden"]})]
-)
+@pytest.mark.parametrize(("name", "options"), BALANCING)
 def test_balancing_is_that_of_one_process(how: str, name: str, options: dict[str, Any], ranks: Pools) -> None:
     model = net(name)
     report = equinorm.balance_(model, example(name), **options)
     for weights, other in ranks(2).run(balanced, name, how, options):
-        assert other.converged
+        assert (other.converged, report.converged) == (True, True)
         assert (other.num_scales, other.held, other.held_in) == (report.num_scales, report.held, report.held_in)
         assert other.norm_before == pytest.approx(report.norm_before, rel=1e-12)
         assert other.norm_after == pytest.approx(report.norm_after, rel=1e-12)
@@ -327,6 +333,99 @@ def test_mixed_precision_balances_the_weights_that_are_kept(ranks: Pools) -> Non
         torch.testing.assert_close(after, before, rtol=0.05, atol=0.02)  # computed in bfloat16
 
 
+def with_a_companion(companion_is_sharded: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What another copy of the model computes before and after, and the weights that it had."""
+    model, other = net("residual"), net("residual")
+    for q in other.parameters():
+        q.data.mul_(1.1)
+    symmetry = equinorm.trace(model, example("residual"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fsdp_(model, mesh)
+    if companion_is_sharded:
+        fully_shard(other, mesh=mesh, shard_placement_fn=lambda q: Shard(q.ndim - 1 if q.shape[-1] % 2 == 0 else 0))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    enorm = equinorm.ENorm(model, optimizer, symmetry=symmetry, companions=[other])
+    images = batches("residual")[0][0]
+    before = other(images).detach()
+    enorm.step()
+    return before, other(images).detach(), whole(other.stem.weight.detach())
+
+
+@pytest.mark.parametrize("companion_is_sharded", [True, False])
+def test_companions_sharded_in_their_own_way_move_along(companion_is_sharded: bool, ranks: Pools) -> None:
+    for before, after, weight in ranks(2).run(with_a_companion, companion_is_sharded):
+        torch.testing.assert_close(after, before, rtol=1e-10, atol=1e-12)
+        assert not torch.allclose(weight, 1.1 * net("residual").stem.weight)
+
+
+class OwnSGD(SGD):
+    """With state that takes a function."""
+
+
+def carry_momentum(state: dict[str, Any], w: Tensor, g: Tensor) -> None:
+    torch.testing.assert_close(whole(w) * whole(w).reciprocal(), torch.ones_like(whole(w)))
+    state["momentum_buffer"].mul_(g)
+
+
+equinorm.register_state_rule(OwnSGD, {("momentum_buffer",): carry_momentum}, linear=True)
+
+
+def by(kind: str, name: str, sharded: bool) -> State:
+    """Optimizers of their own kind."""
+    model, part = net(name), (0, 1)
+    with torch.device("meta"):
+        symmetry = equinorm.trace(net(name), example(name))
+    if sharded:
+        part = shard_(model, "fsdp")
+    if kind == "ENormSGD":
+        optimizer: Optimizer = equinorm.ENormSGD(model, lr=0.02, momentum=0.9, c=1.2, symmetry=symmetry)
+        train(model, optimizer, name, part)
+        return state_of(model, optimizer, optimizer.enorm)
+    optimizer = OwnSGD(model.parameters(), lr=1e-2, momentum=0.9) if kind == "own" else RMSprop(model.parameters())
+    enorm = equinorm.ENorm(model, optimizer, c=1.2, symmetry=symmetry)
+    enorm.attach()
+    train(model, optimizer, name, part)
+    return state_of(model, optimizer, enorm)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ENormSGD", "residual"), ("RMSprop", "llama"), ("own", "residual")])
+def test_optimizers_of_their_own_kind(kind: str, name: str, ranks: Pools) -> None:
+    """And the trace of a model on the meta device serves the real one."""
+    assert_equal(ranks(2).run(by, kind, name, True), by(kind, name, False))
+
+
+def balanced_in_half_precision() -> tuple[dict[str, Tensor], Any]:
+    model = in_half_precision()
+    symmetry = equinorm.trace(model, torch.zeros(1, 4, dtype=torch.float16), verify=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    report = equinorm.balance_(model, symmetry=symmetry)
+    return {key: whole(q.detach()) for key, q in model.named_parameters()}, report
+
+
+def in_half_precision() -> nn.Module:
+    """A unit of the last process would leave the range of its dtype, one of the first is dead, and one takes a factor
+    that leaves the range itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).half()
+    with torch.no_grad():
+        for unit, bias, incoming, outgoing in ((1, 0.0, 0.0, 1.0), (2, 6e4, 6e4, 1e-7), (4, 6e4, 1e-4, 1.0)):
+            model[0].bias[unit] = bias
+            model[0].weight[unit] = incoming
+            model[2].weight[:, unit] = outgoing
+    return model
+
+
+def test_what_would_leave_the_range_of_a_dtype_is_held_everywhere(ranks: Pools) -> None:
+    model = in_half_precision()
+    report = equinorm.balance_(model, torch.zeros(1, 4, dtype=torch.float16), verify=False)
+    assert report.held == 2
+    assert all(bool(q.isfinite().all()) for q in model.parameters())
+    for weights, other in ranks(2).run(balanced_in_half_precision):
+        assert (other.held, other.held_in) == (report.held, report.held_in)
+        for key, q in model.named_parameters():
+            torch.testing.assert_close(weights[key], q.detach(), rtol=2e-3, atol=1e-7)
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -398,8 +497,92 @@ def kernels_run(axis: int | None, optimizer_name: str, max_step: float) -> State
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize(("optimizer", "max_step"), [("sgd", 1e-4), ("adamw", 1e-5)])
+@pytest.mark.parametrize(("optimizer", "max_step"), [("sgd", 1e-4), ("adamw", 1e-6)])
 def test_mean_shift_rejection_is_that_of_one_process(axis: int, optimizer: str, max_step: float, ranks: Pools) -> None:
     expected = kernels_run(None, optimizer, max_step)
     assert float(expected["limited"]) > 0  # so the norm of all gradients counts
     assert_equal(ranks(2).run(kernels_run, axis, optimizer, max_step), expected)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def refused() -> dict[str, str]:
+    """The errors, and proof that nothing was changed."""
+    messages = {}
+    images = example("residual")
+    symmetry = equinorm.trace(net("residual"), images)
+
+    def note(what: str, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception as error:
+            messages[what] = f"{type(error).__name__}: {error}"
+
+    wrapped = FullyShardedDataParallel(net("residual"), device_id=torch.device("cpu"), use_orig_params=True)
+    before = [q.detach().clone() for q in wrapped.parameters()]
+    sgd = SGD(wrapped.parameters(), lr=0.1)
+    note("FSDP1, traced", lambda: equinorm.trace(wrapped, images))
+    note("FSDP1, balanced", lambda: equinorm.balance_(wrapped, symmetry=symmetry))
+    note("FSDP1, ENorm", lambda: equinorm.ENorm(wrapped, sgd, symmetry=symmetry))
+    note("FSDP1, MSR", lambda: equinorm.MeanShiftRejection(wrapped, sgd, luma=0.0))
+    note("FSDP1, convert", lambda: equinorm.convert(wrapped, "weightnorm", images))
+    assert all(map(torch.equal, before, wrapped.parameters()))
+
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own doings, as errors in tests
+
+    parallel = DistributedDataParallel(net("residual"))
+    zero = ZeroRedundancyOptimizer(parallel.parameters(), SGD, lr=0.1)
+    note("ZeroRedundancyOptimizer", lambda: equinorm.ENorm(parallel, zero, images))
+
+    sharded = net("residual")
+    fsdp_(sharded, init_device_mesh("cpu", (dist.get_world_size(),)))
+    note("traced after sharding", lambda: equinorm.trace(sharded, images))
+    note("implicit", lambda: equinorm.enorm.ImplicitENorm(sharded, images, decay=0.1))
+    note("path", lambda: equinorm.enorm.path_kappa(sharded, images))
+    note("convert", lambda: equinorm.convert(sharded, "weightnorm", images))
+    note("fold", lambda: equinorm.fold(sharded))
+    note("backend", lambda: equinorm.ENorm(sharded, SGD(sharded.parameters()), symmetry=symmetry, backend="foreach"))
+    return messages
+
+
+def test_what_is_refused_is_named_with_the_remedy(ranks: Pools) -> None:
+    for messages in ranks(2).run(refused):
+        for what in ("traced", "balanced", "ENorm", "MSR", "convert"):
+            message = messages.pop(f"FSDP1, {what}")
+            assert message.startswith("TypeError: FullyShardedDataParallel (FSDP1)")
+            assert "fully_shard (FSDP2)" in message
+        assert messages.pop("ZeroRedundancyOptimizer").startswith("TypeError: ZeroRedundancyOptimizer keeps the state")
+        assert "give symmetry= afterwards" in messages.pop("traced after sharding")
+        assert "leave it at 'auto'" in messages.pop("backend")
+        assert set(messages) == {"implicit", "path", "convert", "fold"}
+        for message in messages.values():
+            assert "is sharded over processes (DTensor)" in message
+
+
+class DeepSpeedEngine(nn.Module):
+    """A stand-in, with the names and marks that DeepSpeed's own things have."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class DeepSpeedZeroOptimizer:
+    __module__ = "deepspeed.runtime.zero.stage_1_and_2"
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+
+
+def test_deepspeed_is_refused() -> None:
+    model, images = net("residual"), example("residual")
+    with pytest.raises(TypeError, match=r"DeepSpeedEngine of DeepSpeed keeps .*fully_shard"):
+        equinorm.balance_(DeepSpeedEngine(model), images)
+    with pytest.raises(TypeError, match="DeepSpeedZeroOptimizer of DeepSpeed keeps"):
+        equinorm.ENorm(model, DeepSpeedZeroOptimizer(SGD(model.parameters())), images)
+    model.head.weight.ds_id = 3
+    with pytest.raises(TypeError, match=r"ZeRO-3 has cut 'head\.weight'"):
+        equinorm.trace(model, images)

@@ -151,14 +151,9 @@ def balance_(
             raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
     here = symmetry.local()
     before = _norm(here, counted, p)
-    counting_here = layouts(here, p, c, counted)
-    cpu = torch.device("cpu")
-    objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, here.processes)
-    objective.load_any(here.values)
-    solution = _within_range(here, objective, tol, None if time_limit is None else traced + time_limit)
+    solution = optimum(here, p, c, tol, counted, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
-    still = ~objective.free
     seconds = time.monotonic() - traced
     after = None if outputs is None else outputs_of(symmetry.model, example_inputs)
     return BalanceReport(
@@ -167,15 +162,70 @@ def balance_(
         imbalance=solution.imbalance,
         iterations=solution.iterations,
         seconds=seconds,
-        converged=solution.converged and not (symmetry.num_scales and bool(still.all())),
+        converged=solution.converged and not (symmetry.num_scales and bool(solution.still.all())),
         num_scales=symmetry.num_scales,
-        held=int(still.sum()),
-        held_in=tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
+        held=int(solution.still.sum()),
+        held_in=solution.held_in,
         trace_seconds=traced - start,
         output_change=None if outputs is None or after is None else relative_change(after, outputs),
         frozen=frozen,
         kept=kept,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """Where the norm is least, and what was left where it is."""
+
+    log_scales: Tensor
+    imbalance: float
+    iterations: int
+    converged: bool
+    still: Tensor  # scales that do not move: dead units, non-finite weights, what would leave a dtype's range
+    held_in: tuple[str, ...]  # parameters that hold them
+    passes: int  # of the solver over the weights
+
+
+def optimum(
+    symmetry: Symmetry, p: float, c: float, tol: float, counted: Counts, deadline: float | None = None
+) -> Optimum:
+    """The log-scales of least norm, of the values that `symmetry.values` gives; nothing is written.
+
+    >>> found = optimum(symmetry.local(), 2.0, 1.0, 1e-8, counting(symmetry, None))
+    """
+    cpu = torch.device("cpu")
+    counting_here = layouts(symmetry, p, c, counted)
+    objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, symmetry.processes)
+    objective.load_any(symmetry.values)
+    passes = _counting_passes(objective)
+    solution = _within_range(symmetry, objective, tol, deadline)
+    still = ~objective.free
+    return Optimum(
+        solution.log_scales, solution.imbalance, solution.iterations, solution.converged, still,
+        tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)), len(passes),
+    )  # fmt: skip
+
+
+def _counting_passes(objective: Objective) -> list[str]:
+    """A list that grows with every pass of the solver over the sums of an objective."""
+    passes: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            passes.append(name)
+            result = method(*arguments)
+            if name == "quadratic":
+                noted(result, "times")
+                noted(result, "between")
+            return result
+
+        setattr(owner, name, call)
+
+    noted(objective, "at")
+    noted(objective, "quadratic")
+    return passes
 
 
 def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None, **options: Any) -> Symmetry:

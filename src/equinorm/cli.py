@@ -98,7 +98,17 @@ class Balance:
 
     model: Model
     checkpoint: CheckpointFile = None
-    output: Annotated[Path | None, arg(metavar="FILE", help="Where to write, in the checkpoint's own format.")] = None
+    output: Annotated[
+        Path | None,
+        arg(
+            metavar="FILE",
+            help="Where to write, in the checkpoint's own format. For hf:FOLDER the name of a new folder: config, "
+            "tokenizer and all shards, one shard in memory at a time.",
+        ),
+    ] = None
+    shard_size: Annotated[
+        str | None, arg(metavar="SIZE", help="Of the files in a new folder, such as 5GB (those of the old one).")
+    ] = None
     p: Annotated[float, arg(help="Which norm (2).")] = 2.0
     c: Annotated[float, arg(help="Asymmetry: more than 1 moves energy towards the output (1).")] = 1.0
     tol: Annotated[float, arg(help="Largest imbalance |log(incoming / outgoing mass)| accepted (1e-8).")] = 1e-8
@@ -116,12 +126,22 @@ class Balance:
         from .errors import UserError
         from .tools import checkpoints
 
+        if (folder := self._folder()) is not None:
+            self._balance_folder(folder)
+            return
+        if self.shard_size is not None:
+            raise UserError("--shard-size is for folders: name the model as hf:FOLDER and a folder as --output")
         if self.output is not None:
             _check_output(self.output, self.force)
         work = _Work.begin(self, keep_fresh=self.output is not None)
         if not work.symmetry.num_scales:
             raise UserError(f"nothing to rescale: no scale of {self.model} is free. `equinorm trace` says why")
         if self.output is not None:
+            if work.file is None and work.checkpoint is not None:
+                raise UserError(
+                    f"{self.model} keeps its weights in several files or under names of its own: give the name of a "
+                    f"new folder, such as --output {self.output.stem}"
+                )
             written = work.checkpoint or checkpoints.of_model(work.model, self.output)
             if written.safetensors != checkpoints.is_safetensors(self.output):
                 raise UserError(
@@ -161,6 +181,97 @@ class Balance:
             origin = None if work.file is None else str(work.file)
             names = {"model": self.model, "checkpoint": origin, "output": output}
             _print_json({**names, **asdict(report), "verified": verified})
+
+    def _folder(self) -> str | None:
+        """The folder, where it is to be balanced as a whole."""
+        from .tools import checkpoints, pretrained
+
+        kind, _, folder = self.model.partition(":")
+        if kind != "hf" or self.checkpoint is not None:
+            return None
+        if self.output is None:
+            return folder if (Path(folder) / pretrained.INDEX).is_file() else None
+        return None if self.output.suffix in checkpoints.SUFFIXES else folder
+
+    def _balance_folder(self, folder: str) -> None:
+        import resource
+        from time import monotonic
+
+        from .balance import BalanceReport, counting
+        from .errors import UserError, counted
+        from .symmetry import TraceError, trace
+        from .tools import pretrained, sources
+
+        if self.output is not None:
+            _check_folder(self.output)
+        say = _nothing if self.json else print
+        with _step(f"reading {folder}"):
+            held = pretrained.Pretrained.read(Path(folder).expanduser())
+            empty = sources.empty_transformer(folder, self.model_args, most=max(held.largest_shard, 1 << 28))
+            bound = pretrained.Bound(held, empty.model)
+        inputs = tuple(sources.parse_input(text) for text in self.input) or empty.inputs
+        if not inputs:
+            raise UserError(f"what does {self.model} take? Give the shape of its input, such as --input 1,3,224,224")
+
+        def examples(model: nn.Module) -> list[Any]:
+            return [sources.example_inputs(sources.fitting(inputs, model), model, seed) for seed in range(2)]
+
+        begun = monotonic()
+        with _step("tracing"):
+            try:
+                symmetry = trace(empty.model, sources.without_values(examples(empty.model)[0]), keep=self.keep)
+                counts = counting(symmetry, self.parameters or None)
+            except (TraceError, ValueError) as error:
+                raise UserError(str(error)) from error
+        traced = monotonic()
+        program = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # no weight was read up to here
+        if not symmetry.num_scales:
+            raise UserError(f"nothing to rescale: no scale of {self.model} is free. `equinorm trace` says why")
+        say(
+            f"{self.model}: {len(held.tensors)} tensors, {held.dtypes}, {pretrained.in_bytes(held.nbytes)} in "
+            f"{counted(len(held.metadata), 'file')}"
+        )
+        say(symmetry.explain(summary=True).summary)
+        need = max(part.solver_bytes(self.p, counts) for part in pretrained.parts(symmetry))
+        say(
+            f"memory: two shards of {pretrained.in_bytes(held.largest_shard)}, {pretrained.in_bytes(need)} for the "
+            f"solver, and the program itself"
+        )
+        with _step("balancing") as going_on:
+            try:
+                plan = pretrained.balanced(
+                    bound, symmetry, self.p, self.c, self.tol, self.parameters or None, going_on
+                )  # fmt: skip
+            except (ValueError, OverflowError) as error:
+                raise UserError(str(error)) from error
+        with _step(f"writing {self.output}" if self.output is not None else "checking") as going_on:
+            written = pretrained.write(
+                bound, plan, self.output,
+                lambda old, new: pretrained.check_slices(old, new, empty.make, empty.choices, examples),
+                self.shard_size, going_on,
+            )  # fmt: skip
+        report = BalanceReport(
+            written.norm_before, written.norm_after, plan.imbalance, plan.iterations, monotonic() - traced,
+            plan.converged, plan.num_scales, plan.held, plan.held_in, traced - begun,
+            None if written.check.why_not else written.check.change,
+        )  # fmt: skip
+        say(report)
+        say(written.check)
+        if written.left_out:
+            say(f"left out, since they hold weights from before: {', '.join(written.left_out)}")
+        if bound.unused:
+            say(f"kept as they were, since the model does not use them: {', '.join(bound.unused[:3])}" + (
+                f" and {len(bound.unused) - 3} more" if len(bound.unused) > 3 else ""))  # fmt: skip
+        say(
+            "nothing written: give --output FOLDER for that" if self.output is None else
+            f"written: {self.output} ({counted(written.shards, 'file')}, each read back)"
+        )  # fmt: skip
+        if self.json:
+            _print_json({
+                "model": self.model, "checkpoint": folder, "output": None if self.output is None else str(self.output),
+                **asdict(report), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
+                "largest_shard": held.largest_shard, "program_bytes": program,
+            })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -445,7 +556,7 @@ class Bench:
 
     parts: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments."),
+        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint."),
     ] = ()
     only: Annotated[
         UseAppendAction[tuple[str, ...]],
@@ -530,7 +641,7 @@ class _Work:
 
         from .errors import UserError
         from .symmetry import TraceError, trace
-        from .tools import checkpoints, sources
+        from .tools import checkpoints, pretrained, sources
 
         inputs = tuple(sources.parse_input(text) for text in options.input)
         with _step(f"building {options.model}"):
@@ -542,6 +653,10 @@ class _Work:
             raise UserError(f"what does {options.model} take? Give the shape of its input, such as --input 1,3,224,224")
         file = options.checkpoint or source.checkpoint
         checkpoint = None
+        if file is None and source.folder is not None:
+            with _step(f"reading {source.folder.path}"):
+                checkpoint = pretrained.Bound(source.folder, model).checkpoint()
+                checkpoints.fit(checkpoint, model)
         if file is not None:
             with _step(f"reading {file}"):
                 checkpoint = checkpoints.read(file)
@@ -562,7 +677,8 @@ class _Work:
     def origin(self) -> str:
         if self.checkpoint is None:
             return "random weights (no checkpoint given)"
-        return f"{self.file}, {len(self.checkpoint.tensors)} tensors, {self.checkpoint.dtypes}"
+        where = self.file if self.file is not None else "its own weights"
+        return f"{where}, {len(self.checkpoint.tensors)} tensors, {self.checkpoint.dtypes}"
 
     def balance(self, options: Balance) -> tuple[Any, dict[str, Any]]:
         """Balance in place; the report, and how much the outputs changed."""
@@ -674,16 +790,16 @@ def _check_parent(output: Path, place: Path) -> None:
 
 
 @contextmanager
-def _step(what: str) -> Iterator[None]:
-    """A line that says what is going on, while it is going on, on a terminal."""
+def _step(what: str) -> Iterator[Callable[[str], None]]:
+    """A line that says what is going on, while it is going on, on a terminal. It gives a function for more words."""
     if not sys.stderr.isatty():
-        yield
+        yield _nothing
         return
     from rich.console import Console
     from rich.markup import escape
 
-    with Console(file=sys.stderr).status(f"{escape(what)} ..."):
-        yield
+    with Console(file=sys.stderr).status(f"{escape(what)} ...") as status:
+        yield lambda more: status.update(f"{escape(what)}: {escape(more)} ...")
 
 
 def _one_line(text: str) -> str:
@@ -731,15 +847,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command.run()
         sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except UserError as error:
         print(f"equinorm: {_one_line(str(error))}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if os.environ.get("EQUINORM_TRACEBACK"):
+            raise
+        said = _one_line(str(error)) or "no reason given"
+        print(
+            f"equinorm: unexpected {type(error).__name__}: {said} (EQUINORM_TRACEBACK=1 shows where; please report it)",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("equinorm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0

@@ -60,6 +60,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(_mode(folder, 0o777))
         for path in temporary.rglob("*"):
+            path.chmod(_new_mode(0o777 if path.is_dir() else 0o666))
             to_disk(path)
         to_disk(temporary)
         os.rename(temporary, folder)  # takes the place of an empty folder, fails on any other
@@ -96,9 +97,13 @@ def _mode(path: Path, new: int = 0o666) -> int:
     """The permissions of what is replaced, or those anything new gets."""
     if path.exists():
         return stat.S_IMODE(path.stat().st_mode)
+    return _new_mode(new)
+
+
+def _new_mode(mode: int) -> int:
     umask = os.umask(0)
     os.umask(umask)
-    return new & ~umask
+    return mode & ~umask
 
 
 def to_disk(path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..models.flat import refuse_flat_model, refuse_shards
 from ..models.patterns import Keep
+from .shapes import settle, storages_of
+from .traceless import forgotten, is_plain, undisturbed
 
 _TORCH = Path(torch.__file__).parent
+_HERE = Path(__file__).parent.parent
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -79,10 +83,20 @@ def capture(model: nn.Module, example_inputs: Any, keep: Iterable[str] = ()) -> 
     args, kwargs = example_arguments(model, example_inputs)
     exported, call_sites = export(model, args, kwargs)
     if _must_functionalise(exported.graph_module, writable=set(exported.graph_signature.inputs_to_buffers)):
-        with warnings.catch_warnings():  # torch 2.6 warns of its own doings here
-            warnings.simplefilter("ignore")
-            exported = exported.run_decompositions({})
+        exported = _functional(exported)
+    settle(exported.graph_module)
     return _described(model, exported, parameters, call_sites)
+
+
+def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program without writes; as it is where torch cannot do that (a write to a constant): then the interpreter
+    freezes whatever shares memory with what is written to."""
+    with warnings.catch_warnings(), redirect_stderr(StringIO()):  # torch 2.6 warns of its own doings here
+        warnings.simplefilter("ignore")
+        try:
+            return exported.run_decompositions({})
+        except Exception:
+            return exported
 
 
 def example_arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -178,57 +192,6 @@ def _overlaps(tensors: list[tuple[str, Tensor]]) -> dict[str, str]:
 # -- exporting ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Leave random state and settings as they are, and keep caches out of the outputs (they would freeze keys)."""
-    config = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
-    fast_path, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    quiet = redirect_stderr(StringIO())  # where it fails, torch.export prints the whole graph
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), torch.enable_grad(), quiet:
-        warnings.simplefilter("ignore")
-        try:
-            if config is not None and cached:
-                config.use_cache = False
-            torch.backends.mha.set_fastpath_enabled(False)
-            logging.disable(logging.CRITICAL)  # and logs tracebacks of errors that it raises anyway
-            yield
-        finally:
-            logging.disable(disabled)
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            if config is not None and cached:
-                config.use_cache = cached
-
-
-@contextmanager
-def forgotten(model: nn.Module) -> Iterator[None]:
-    """Take back what modules put into dicts, lists and sets of theirs: it was computed from tensors without values.
-
-    Newer versions of torch do; torch 2.6 leaves such tensors in the caches of a LeViT, or cannot go on.
-    """
-    before: dict[int, tuple[Any, Any]] = {}
-    torchs = vars(nn.Module()).keys()  # parameters, buffers, modules, hooks: not for us to touch while it is called
-    held = [value for module in model.modules() for name, value in vars(module).items() if name not in torchs]
-    while held:
-        value = held.pop()
-        if type(value) in (dict, list, set) and id(value) not in before:
-            before[id(value)] = value, value.copy()
-            held += value.values() if type(value) is dict else value
-
-    def restore(*_: Any) -> None:
-        for value, old in before.values():
-            value.clear()
-            value.extend(old) if type(value) is list else value.update(old)
-
-    handle = model.register_forward_hook(restore)  # torch 2.6 looks right after the call
-    try:
-        yield
-    finally:
-        handle.remove()
-        restore()
-
-
 def source_line(file: str, line: int | str) -> str:
     return f"{'/'.join(Path(file).parts[-2:])}:{line}"
 
@@ -268,7 +231,7 @@ def export(
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be traced: give the torch.nn.Module that it was made of")
-    with undisturbed(model), forgotten(model), _recorded_calls(model) as call_sites:
+    with forgotten(model), undisturbed(model), _recorded_calls(model) as call_sites:
         try:
             return torch.export.export(model, args, kwargs, strict=False), call_sites
         except Exception as error:
@@ -284,13 +247,62 @@ def _why_not(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], er
 
     given = pytree.tree_map(describe, (args, kwargs))
     shapes = ", ".join([*map(str, given[0]), *(f"{k}={v}" for k, v in given[1].items())])
-    head = f"could not capture {type(model).__name__} on example inputs ({shapes}): {first}"
+    takes_values = "fake tensor in the exported program constant" in text or "tensor subclasses" in text
+    line = _user_line(error) or (_line_that_takes_values(model, args, kwargs) if takes_values else "")
+    head = f"could not capture {type(model).__name__} on example inputs ({shapes}){line}: {first}"
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
         return (
             f"{head}\nIts forward decides something by the values of a tensor. Replace that branch (torch.where, "
             "torch.cond), or trace the part of the model that does not have it."
         )
+    if takes_values:
+        return (
+            f"{head}\nIts forward takes values out of tensors (.data, .numpy(), torch.tensor(...), autograd.grad), "
+            "which torch.export does not follow: use .detach() and torch's own operations there."
+        )
     return f"{head}\nCheck that `model(*example_inputs)` runs with inputs of these shapes and dtypes."
+
+
+class _DataWatcher(TorchFunctionMode):
+    """Notes the line of the user's code that last asked for the `.data` of a tensor."""
+
+    line = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            mine = [f for f in traceback.extract_stack() if _is_users(f.filename)]
+            self.line = f", at {source_line(mine[-1].filename, mine[-1].lineno or 0)}" if mine else ""
+        return func(*args, **(kwargs or {}))
+
+
+def _line_that_takes_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The export noticed too late where values were taken out of a tensor: the model is run once more to see it."""
+    copies = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    with forgotten(model), undisturbed(model), torch.no_grad(), _DataWatcher() as watcher:
+        try:
+            torch.func.functional_call(model, copies, args, kwargs)
+        except Exception:
+            return watcher.line
+    return watcher.line
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither torch's, nor made by it, nor ours."""
+    made = file.startswith(("<string>", "<eval_with_key>", "<frozen"))
+    return not made and not is_torch_file(file) and not Path(file).is_relative_to(_HERE)
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the user's code in which an error arose, or one that led to it."""
+    link: BaseException | None = error
+    while link is not None:
+        frames = [(f.filename, f.lineno) for f in traceback.extract_tb(link.__traceback__)]
+        mine = [f for f in frames if _is_users(f[0])]
+        if mine:
+            return f", at {source_line(mine[-1][0], mine[-1][1] or 0)}"
+        link = link.__cause__ or link.__context__
+    return ""
 
 
 # -- writes and aliases ------------------------------------------------------------------------------------------------
@@ -338,8 +350,7 @@ def memory_of(node: fx.Node) -> frozenset[int]:
 
     What schemas do not say is seen here too: that einsum gave a view of its operand, or dropout its input itself.
     """
-    tensors = (leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor))
-    return frozenset(t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided)
+    return storages_of(node)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -456,7 +467,7 @@ def _described(
             fixed = model.get_buffer(of_buffer[name]) if name in of_buffer else exported.constants[of_constant[name]]
             # what may be loaded or learned later has no values: numbers in buffers, and whatever is written to
             numbers = name in of_buffer and (fixed.dtype.is_floating_point or fixed.dtype.is_complex)
-            if numbers or name in written or fixed.is_meta or isinstance(fixed, torch._subclasses.FakeTensor):
+            if numbers or name in written or not is_plain(fixed):
                 buffers[name] = fixed.shape
             else:
                 constants[name] = fixed.detach().cpu()

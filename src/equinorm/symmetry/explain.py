@@ -164,6 +164,8 @@ def explain(model: str, captured: Captured, t: Interpreter, num_scales: int) -> 
         summary += f"\nfrozen most often because: {common}"
     if t.unknown_ops:
         summary += f"\nops without a rule, so frozen: {', '.join(sorted(t.unknown_ops))}"
+    for op, error in sorted(t.failed_rules.items()):
+        summary += f"\nfrozen because the rule of {op} failed, please report it: {error}"
     return Explanation(summary, tuple(rows), tuple(sorted(t.unknown_ops)))
 
 

@@ -15,12 +15,28 @@ from torch.utils import _pytree as pytree
 from . import labels as lb
 from .capture import Captured, Memory, is_inplace, keeps_labels, memory_of, written_by
 from .scales import FROZEN, ZERO, Scales
+from .shapes import is_symbol, size_of, symbolic_axes
+from .traceless import is_plain
 from .values import Form, Role, Value, activation, axes_of, frozen, known
 
 # More fresh labels than this for one tensor are not worth their memory: the tensor is frozen instead.
 MOST_LABELS = 1 << 22
 # Constants up to this many elements are computed, so that index arithmetic in the graph keeps its values.
 MOST_CONSTANT = 1 << 24
+
+# What may be done with a symbol (see `shapes`) that is an argument: give a result its size, add it, multiply by it.
+_TAKES_SIZES = frozenset((
+    "view", "reshape", "expand", "unflatten", "_unsafe_view", "view_copy", "expand_copy", "broadcast_to",
+    "new_zeros", "new_ones", "new_empty", "zeros", "ones", "empty",
+))  # fmt: skip
+_TAKES_NUMBERS = frozenset(["add", "sub", "mul", "div"])
+# Looks at the shape of what it is given, or hands out parts of it, as it is: nothing to be read from it, none lost.
+_MAY_BE_EMPTY = frozenset((
+    "cat", "stack", "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unsafe_chunk",
+    "unsafe_split", "view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand",
+    "detach", "alias", "clone", "contiguous", "zeros_like", "ones_like", "full_like", "new_zeros",
+    "new_ones", "new_full", "new_empty", "empty_like", "_assert_tensor_metadata",
+))  # fmt: skip
 
 
 class Arguments:
@@ -69,6 +85,20 @@ def _holds_less(dtype: torch.dtype, than: torch.dtype) -> bool:
     return a.eps > b.eps or a.max < b.max
 
 
+def _without_symbols(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Arguments with the symbols among them replaced by numbers or frozen values, if the op is one that allows it."""
+
+    def replaced(leaf: Any) -> Any:
+        if not is_symbol(leaf):
+            return leaf
+        return size_of(leaf) if name in _TAKES_SIZES else frozen(())
+
+    if name not in _TAKES_SIZES and name not in _TAKES_NUMBERS:
+        return None
+    found: tuple[Any, Any] = pytree.tree_map(replaced, (args, kwargs))
+    return found
+
+
 class Interpreter:
     """Runs the graph on labels. Rules (see `rules/`) are called with it and an op's arguments."""
 
@@ -80,6 +110,7 @@ class Interpreter:
         self.nodes: list[fx.Node] = []  # every node met, in order; scales and roles refer to them by index
         self.now = -1  # index of the node being interpreted
         self.unknown_ops: dict[str, int] = {}  # ops without a rule, and the first node that used each
+        self.failed_rules: dict[str, str] = {}  # ops whose rule could not cope with its arguments, and why
         self.depends: list[list[int]] = []  # for each node, the nodes it reads
         self._index: dict[fx.Node, int] = {}
         self._outer: list[int] = []  # what the region being interpreted depends on
@@ -169,7 +200,9 @@ class Interpreter:
 
     def _attribute(self, module: fx.GraphModule, node: fx.Node) -> Any:
         found = operator.attrgetter(str(node.target))(module)
-        return known(found) if isinstance(found, Tensor) else found
+        if not isinstance(found, Tensor):
+            return found
+        return known(found) if is_plain(found) else frozen(found.shape, static=True)
 
     def _placeholder(self, name: str) -> Any:
         """The value of a graph input: a parameter, a constant, a buffer or one of the user's inputs."""
@@ -198,22 +231,31 @@ class Interpreter:
             return args[0][args[1]]
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._region(node, args, kwargs)
+        if str(node.target).startswith("aten.sym_"):
+            return node.meta.get("val")  # a size is the same at every scale
         if not isinstance(node.target, torch._ops.OpOverload):
             return self._barrier(args, kwargs)
         return self._guarded(node, self._by_rule(node, args, kwargs))
 
     def _guarded(self, node: fx.Node, result: Any) -> Any:
-        """What no rule has to know: a result that holds less than what it is made of does not scale, and a constant
-        has the dtype that the graph says."""
+        """What no rule has to know: a result that holds less than what it is made of does not scale, a constant has
+        the dtype that the graph says, and along an axis whose size depends on values there is one scale."""
         made, structure = pytree.tree_flatten(result)
         tensors = pytree.tree_leaves(node.meta.get("val"))
         if len(made) != len(tensors):
             return result
         given = [t.dtype for source in node.all_input_nodes for t in pytree.tree_leaves(source.meta.get("val"))
                  if isinstance(t, Tensor)]  # fmt: skip
+        symbolic = symbolic_axes(node) or [[] for t in tensors if isinstance(t, Tensor)]
+        axes = iter(symbolic)
         for i, (value, tensor) in enumerate(zip(made, tensors, strict=True)):
-            if not isinstance(value, Value) or not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor):
                 continue
+            unknown = next(axes)
+            if not isinstance(value, Value):
+                continue
+            if unknown:
+                made[i] = value = self._one_scale(value, unknown)
             if value.known is not None:
                 if value.known.dtype != tensor.dtype:
                     made[i] = activation(self.frozen_labels(value.shape), static=True)
@@ -221,21 +263,57 @@ class Interpreter:
                 self.freeze(value)
         return pytree.tree_unflatten(made, structure)
 
+    def _one_scale(self, value: Value, axes: list[int]) -> Value:
+        """A value with one scale along axes of unknown size, and no values that would depend on that size."""
+        if value.parameter is None:
+            labels = self.collapse(value.labels, axes).expand(value.shape)
+            return activation(labels, static=value.static, fan_in=value.fan_in if value.known is None else None)
+        if any(lb.varies(c, axis) for c in value.coordinates if c is not None for axis in axes):
+            self.freeze(value)
+            return activation(self.frozen_labels(value.shape), static=value.static)
+        return value
+
     def _by_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        folded = self._fold(node, args, kwargs)
-        if folded is not None:
-            return folded
+        """What an op makes of its arguments: computed if they are known, else by its rule, else a barrier."""
+        name = self.op_name.rstrip("_")
+        if any(is_symbol(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+            replaced = _without_symbols(name, args, kwargs)
+            if replaced is None:
+                return self._barrier(args, kwargs)
+            args, kwargs = replaced
+        elif symbolic_axes(node) is None:
+            folded = self._fold(node, args, kwargs)
+            if folded is not None:
+                return folded
+        if name not in _MAY_BE_EMPTY and any(0 in value.shape for value in self._tensors((args, kwargs))):
+            return self._barrier(args, kwargs)  # what it does to elements that are not there cannot be seen
         from .rules import find_rule
 
-        assert isinstance(node.target, torch._ops.OpOverload)
-        rule = find_rule(node.target)
+        rule = find_rule(self.op)
         if rule is None:
             self.unknown_ops.setdefault(str(node.target), self.now)
             return self._barrier(args, kwargs)
-        arguments = Arguments(node.target, args, kwargs)
-        result = rule(self, arguments)
+        arguments = Arguments(self.op, args, kwargs)
+        try:
+            result = rule(self, arguments)
+            self._check_shapes(result)
+        except Exception as error:  # a case that its author has not thought of costs freedom, and is reported
+            self.failed_rules.setdefault(str(node.target), f"{type(error).__name__}: {error}".splitlines()[0])
+            return self._barrier(args, kwargs)
         self.freeze(*self._tensors(arguments.unseen()))  # whatever a rule does not mention is frozen
         return self._barrier(args, kwargs) if result is NotImplemented else result
+
+    def _check_shapes(self, result: Any) -> None:
+        """A rule gives each result the shape that the graph says."""
+        if result is NotImplemented or result is None:
+            return
+        made = pytree.tree_leaves(result)
+        tensors = pytree.tree_leaves(self.node.meta.get("val"))
+        if len(made) != len(tensors):
+            raise ValueError(f"{len(made)} results for {len(tensors)}")
+        for value, tensor in zip(made, tensors, strict=True):
+            if isinstance(value, Value) and isinstance(tensor, Tensor) and value.shape != tensor.shape:
+                raise ValueError(f"a result of shape {tuple(value.shape)} for one of {tuple(tensor.shape)}")
 
     def _barrier(self, args: Any, kwargs: Any) -> Any:
         """An op without a rule (for these arguments) freezes all it touches; it costs freedom, never correctness."""
@@ -275,8 +353,10 @@ class Interpreter:
         try:
             with torch.no_grad():
                 result = target(*real_args, **real_kwargs)
-        except (RuntimeError, NotImplementedError, TypeError):
+        except Exception:
             return None  # an op that cannot run here is simply not folded
+        if not all(is_plain(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
+            return None
         return pytree.tree_map(lambda leaf: known(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
     # -- what rules use --------------------------------------------------------------------------------------------

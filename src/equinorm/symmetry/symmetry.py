@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +19,18 @@ from .explain import Explainer, Explanation, where
 from .holding import holding
 from .interpreter import Interpreter
 from .scales import FROZEN
-from .verify import LARGEST, ROUNDS, Verification, Verifier, culprits, log_factors, relative_change, tolerance
+from .verify import (
+    LARGEST,
+    LARGEST_WORK,
+    ROUNDS,
+    Verification,
+    Verifier,
+    culprits,
+    log_factors,
+    relative_change,
+    tolerance,
+    work_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +200,9 @@ class Symmetry:
         factors = here.factors(log_scales)
         tensors = [here.values(name) for name in factors]
         _check_range(factors, tensors, here.processes)
-        moved = [factor.to(tensor) for factor, tensor in zip(factors.values(), tensors, strict=True)]
+        # a factor may leave the range of half precision where what it makes of a weight does not
+        exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+        moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         with tensors_kept(tensors):
             for tensor, factor in zip(tensors, moved, strict=True):
                 tensor.mul_(factor)
@@ -255,13 +270,18 @@ def trace(
     if batchnorm not in ("preserve", "ignore"):
         raise ValueError(f"batchnorm must be 'preserve' or 'ignore', got {batchnorm!r}")
     captured = capture(model, example_inputs, keep)
-    interpreter = Interpreter(captured, batchnorm)
-    with torch.no_grad():
+    with torch.no_grad(), _on_the_host():
+        interpreter = Interpreter(captured, batchnorm)
         interpreter.run()
-    symmetry = Symmetry(unwrap(model), captured, interpreter)
+        symmetry = Symmetry(unwrap(model), captured, interpreter)
     if batchnorm == "preserve" and verify is not False:
         return _verified(symmetry, captured, interpreter, example_inputs, asked=verify is True)
     return symmetry
+
+
+def _on_the_host() -> AbstractContextManager[Any]:
+    """Labels are computed with, so they have values also where the model was made on the meta device."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _verified(
@@ -269,11 +289,12 @@ def _verified(
 ) -> Symmetry:
     """The symmetry without the scales whose move changes what the model puts out."""
     model = symmetry.model
-    if not asked and sum(p.numel() for p in model.parameters()) > LARGEST:
+    large = sum(p.numel() for p in model.parameters()) > LARGEST or work_of(captured.module) > LARGEST_WORK
+    if not asked and large:
         symmetry.verification = Verification(done=False, why_not="the model is large: ask for it with verify=True")
         return symmetry
     try:
-        verifier = Verifier(model, example_inputs)
+        verifier = Verifier(model, example_inputs, vary=True)
         before = verifier.run()
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -291,10 +312,17 @@ def _verified(
 
         def change(groups: list[int], s: Symmetry = symmetry, log_scales: Tensor = log_scales) -> float:
             moved = torch.where(torch.isin(s.birth, torch.tensor(groups)), log_scales, 0.0)
-            return relative_change(verifier.run(s.factors(moved)), before)
+            try:
+                return relative_change(verifier.run(s.factors(moved)), before)
+            except Exception:
+                return math.inf  # an assertion about values, or a branch that only runs now
 
         groups = symmetry.birth.unique().tolist()
         total = change(groups) if groups else 0.0
+        if total > limit and change([]) > limit:
+            why_not = "the model puts out something else each time it is run on the same inputs"
+            symmetry.verification = Verification(done=False, why_not=why_not)
+            return symmetry
         if total <= limit:
             symmetry.verification = Verification(True, total, tuple(frozen))
             return symmetry

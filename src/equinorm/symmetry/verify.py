@@ -9,23 +9,24 @@ that opened scales, and frozen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ..models.inputs import as_arguments
-from .capture import forgotten, undisturbed
+from .traceless import forgotten, is_plain, seed_all, undisturbed
 
 __all__ = ["Verification", "Verifier", "outputs_of", "relative_change"]
 
-LARGEST = 60_000_000
-"""Parameters of models that are verified without being asked; beyond it a pass may cost more than the export."""
+LARGEST = 200_000_000
+LARGEST_WORK = 20_000_000_000
+"""Parameters, and multiplications in one run, of models that are verified without being asked: two runs of such a
+model cost less than its export."""
 ROUNDS = 20
 
 
@@ -55,8 +56,11 @@ class CannotRunError(Exception):
 class Verifier:
     """Runs a model on copies, with some of its parameters multiplied."""
 
-    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
+    def __init__(self, model: nn.Module, example_inputs: Any, *, vary: bool = False) -> None:
+        """With `vary`, parameters whose values are all the same (offsets at 0, gains at 1) are run with other values:
+        as they are they would hide much, and what is free is so whatever their values."""
         self.model = model
+        self.vary = vary
         tensors = [*model.parameters(), *model.buffers()]
         if any(tensor.is_meta for tensor in tensors):
             raise CannotRunError("the model is on the meta device")
@@ -78,51 +82,76 @@ class Verifier:
 
     def run(self, factors: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """The output tensors with these factors on these parameters, in the model's present mode."""
-        copies = self._copies(factors or {})
+        try:
+            return self._outputs(factors or {}, gradients=False)
+        except RuntimeError:  # a model may ask for gradients in its forward
+            return self._outputs(factors or {}, gradients=True)
+
+    def _outputs(self, factors: Mapping[str, Tensor], gradients: bool) -> list[Tensor]:
+        copies = self._copies(factors, gradients)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
-        with torch.no_grad(), undisturbed(self.model), forgotten(self.model), _attributes_kept(self.model):
-            torch.manual_seed(0)
+        with forgotten(self.model), undisturbed(self.model), torch.set_grad_enabled(gradients):
+            seed_all(0)
             out = functional_call(self.model, copies, args, kwargs, tie_weights=False)
         return [leaf.detach() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
-    def _copies(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the buffers and of the parameters that move, once for each module that holds them.
+    def _copies(self, factors: Mapping[str, Tensor], gradients: bool) -> dict[str, Tensor]:
+        """Copies of all parameters and buffers, once for each module that holds them, multiplied where they move.
 
         A module with two names is given once: `functional_call` would take its first copy for what it has to put back.
         """
-        moved = {id(w := self.model.get_parameter(name)): w.detach() * f.to(w) for name, f in factors.items()}
-        cloned = {id(buffer): buffer.detach().clone() for buffer in self.model.buffers()}
-        of_tensor = {**moved, **cloned}
+        generator = torch.Generator().manual_seed(2)
+        copies = {id(buffer): buffer.detach().clone() for buffer in self.model.buffers()}
+        for parameter in self.model.parameters():
+            copies[id(parameter)] = copy = parameter.detach().clone()
+            if self.vary and _is_constant(parameter):
+                copy += 0.5 * torch.randn(copy.shape, generator=generator).to(copy)
+        for name, factor in factors.items():
+            parameter = self.model.get_parameter(name)
+            copies[id(parameter)].mul_(_power_of_two(factor).to(parameter))
+        for parameter in self.model.parameters():
+            copies[id(parameter)].requires_grad_(gradients and parameter.requires_grad)
         return {
-            f"{path}.{key}" if path else key: of_tensor[id(tensor)]
+            f"{path}.{key}" if path else key: copies[id(tensor)]
             for path, module in self.model.named_modules()
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
-            if id(tensor) in of_tensor
+            if tensor is not None
         }
 
 
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Tensors that modules keep as plain attributes have their values again afterwards, new attributes are gone."""
-    before = {module: dict(vars(module)) for module in model.modules()}
-    torchs = vars(nn.Module()).keys()
-    values = {
-        id(value): (value, value.detach().clone())
-        for attributes in before.values()
-        for name, value in attributes.items()
-        if name not in torchs and isinstance(value, Tensor)
-    }
-    try:
-        yield
-    finally:
-        for module, attributes in before.items():
-            for name in [name for name in vars(module) if name not in attributes]:
-                delattr(module, name)
-            vars(module).update(attributes)
-        with torch.no_grad():
-            for value, content in values.values():
-                if not torch.equal(value, content):
-                    value.copy_(content)
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether a plain tensor holds one number only."""
+    if not is_plain(tensor) or not tensor.numel() or not tensor.is_floating_point():
+        return False
+    return bool((tensor == tensor.reshape(-1)[0]).all())
+
+
+def _power_of_two(factor: Tensor) -> Tensor:
+    """Factors that should be powers of two, without the rounding of their logarithms."""
+    exponent = torch.log2(factor)
+    nearest = exponent.round()
+    return torch.where((exponent - nearest).abs() < 1e-6, torch.ldexp(torch.ones_like(factor), nearest), factor)
+
+
+def work_of(module: fx.GraphModule) -> int:
+    """About how many multiplications one run of a graph takes."""
+    work = 0
+    for node in module.graph.nodes:
+        made = [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        if node.op != "call_function" or not made:
+            continue
+        given = [source.meta.get("val") for source in node.all_input_nodes]
+        name = str(node.target)
+        depth = 1
+        if any(part in name for part in _PRODUCTS) and len(given) > 1 and all(isinstance(t, Tensor) for t in given[:2]):
+            left, right = given[0], given[1]
+            layer = "conv" in name or "linear" in name
+            depth = right.numel() // max(right.shape[0], 1) if layer and right.ndim else int(left.shape[-1])
+        work += made[0].numel() * depth
+    return work + sum(work_of(inner) for inner in module.children() if isinstance(inner, fx.GraphModule))
+
+
+_PRODUCTS = ("linear", "conv", "mm", "matmul", "einsum", "attention")
 
 
 def outputs_of(model: nn.Module, example_inputs: Any) -> list[Tensor] | None:
@@ -135,6 +164,8 @@ def outputs_of(model: nn.Module, example_inputs: Any) -> list[Tensor] | None:
 
 def relative_change(after: list[Tensor], before: list[Tensor]) -> float:
     """The largest ‖after - before‖ / ‖before‖ of an output; infinite where something that is not a number changed."""
+    if [a.shape for a in after] != [b.shape for b in before]:
+        return math.inf
     return max((_change(a, b) for a, b in zip(after, before, strict=True)), default=0.0)
 
 

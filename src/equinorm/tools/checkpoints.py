@@ -23,7 +23,7 @@ from ..files import replacing
 
 # Where training scripts keep the state dict inside a larger file, in the order in which we look.
 _NESTED = ("state_dict", "model_state_dict", "model", "model_state", "network", "net", "module", "weights", "params")
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -140,8 +140,8 @@ def of_model(model: nn.Module, path: Path) -> Checkpoint:
 
 
 def is_safetensors(path: Path) -> bool:
-    if path.suffix not in _SUFFIXES:
-        raise UserError(f"{path.name}: expected a name that ends in one of {', '.join(_SUFFIXES)}")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path.name}: expected a name that ends in one of {', '.join(SUFFIXES)}")
     return path.suffix == ".safetensors"
 
 

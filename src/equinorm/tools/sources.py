@@ -12,13 +12,12 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -26,8 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import UserError, meant
+from . import pretrained, transformer
 from .checkpoints import first_line
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
@@ -64,6 +65,19 @@ def parse_input(text: str) -> Input:
     return Input(shape, dtype, name or None)
 
 
+def fitting(inputs: Sequence[Input], model: nn.Module) -> tuple[Input, ...]:
+    """The same inputs for a model of the same kind with fewer words."""
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(words, int):
+        return tuple(inputs)
+    return tuple(replace(i, below=min(i.below, words)) if i.below is not None else i for i in inputs)
+
+
+def without_values(inputs: Any) -> Any:
+    """The same inputs on the meta device."""
+    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
+
+
 def example_inputs(inputs: Sequence[Input], model: nn.Module, seed: int = 0) -> Any:
     """Random tensors for the arguments of `forward`: a tuple, or a dict where the arguments are named."""
     if len({i.name is None for i in inputs}) > 1:
@@ -95,6 +109,7 @@ class Source:
     model: nn.Module
     inputs: tuple[Input, ...] = ()
     checkpoint: Path | None = None
+    folder: pretrained.Pretrained | None = None  # where weights are in several files, or under other names
 
 
 def load(spec: str, arguments: Iterable[str] = ()) -> Source:
@@ -287,31 +302,57 @@ def _from_timm(name: str, options: dict[str, Any]) -> Source:
 
 
 def _from_transformers(folder: str, options: dict[str, Any]) -> Source:
+    path, transformers, config = _transformer(folder, options)
+    model = _guarded(lambda: transformer.made(transformers, config), f"hf:{folder}")
+    weights = path / pretrained.SINGLE
+    if not weights.is_file() and not (path / pretrained.INDEX).is_file():
+        return Source(model, _transformer_inputs(model))
+    held = pretrained.Pretrained.read(path)
+    if held.index is None and set(held.tensors) <= set(model.state_dict()):
+        return Source(model, _transformer_inputs(model), weights)
+    return Source(model, _transformer_inputs(model), folder=held)
+
+
+def _transformer(folder: str, options: dict[str, Any]) -> tuple[Path, Any, Any]:
     path = Path(folder).expanduser()
-    if not (path / "config.json").is_file():
+    if not (path / pretrained.CONFIG).is_file():
         raise UserError(
             f"{folder} is not a folder with a config.json. Nothing is downloaded: save the model there first"
         )
     transformers = _library("transformers")
+    return path, transformers, _guarded(lambda: transformer.config_of(transformers, path, options), f"hf:{folder}")
 
-    def build() -> nn.Module:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        for key, value in {"use_cache": False, **options}.items():  # caches are outputs that rescaling does change
-            setattr(config, key, value)
-        architectures = getattr(config, "architectures", None) or [""]
-        architecture = getattr(transformers, architectures[0], None) if architectures[0] else None
-        made: nn.Module = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)
+
+@dataclass(frozen=True, eq=False)
+class Empty:
+    """A model of transformers on the meta device, and how to make small ones of its kind."""
+
+    model: nn.Module
+    inputs: tuple[Input, ...]
+    choices: list[list[tuple[int, ...]]]  # of layers, the best first; one model for each tuple
+    make: Callable[[tuple[int, ...]], nn.Module]  # with these layers, with values
+
+
+def empty_transformer(folder: str, arguments: Iterable[str] = (), most: int = 1 << 30) -> Empty:
+    """The model of a folder on the meta device. Small ones take at most so many bytes in float32, as far as possible.
+
+    >>> made = empty_transformer("llama")
+    """
+    _, transformers, config = _transformer(folder, dict(_option(text) for text in arguments))
+    model = _guarded(lambda: transformer.made(transformers, config, "meta"), f"hf:{folder}")
+
+    def make(layers: tuple[int, ...]) -> nn.Module:
+        chosen = transformer.sliced(config, layers) if layers else config
+        made: nn.Module = _guarded(lambda: transformer.made(transformers, chosen), f"a part of hf:{folder}")
         return made
 
-    model = _guarded(build, f"hf:{folder}")
-    weights = path / "model.safetensors"
-    if not weights.is_file() and (path / "model.safetensors.index.json").is_file():
-        shards = set(json.loads((path / "model.safetensors.index.json").read_text())["weight_map"].values())
-        raise UserError(
-            f"{folder} keeps its weights in {len(shards)} files. Save them in one first: "
-            "model.save_pretrained(folder, max_shard_size='1TB')"
-        )
-    return Source(model, _transformer_inputs(model), weights if weights.is_file() else None)
+    size, layers = 4 * sum(p.numel() for p in model.parameters()), transformer.number_of_layers(config)
+    whole: list[tuple[int, ...]] = [()]
+    if layers is None or layers <= 2:
+        return Empty(model, _transformer_inputs(model), [whole] if size <= most else [], make)
+    ends: list[tuple[int, ...]] = [(0, layers - 1)] if 2 * size <= most * layers else [(0,), (layers - 1,)]
+    choices: list[list[tuple[int, ...]]] = [ends, [(0, 1)], [(0,)], *([whole] if size <= most else [])]
+    return Empty(model, _transformer_inputs(model), choices, make)
 
 
 def _transformer_inputs(model: nn.Module) -> tuple[Input, ...]:

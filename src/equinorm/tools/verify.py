@@ -23,17 +23,19 @@ def outputs(model: nn.Module, examples: Sequence[Any]) -> tuple[list[Tensor], to
     In float64, so that what differs comes from the weights; models that insist on another dtype run in their own.
     """
     try:
-        return _run(copy.deepcopy(model).double(), examples, torch.float64), torch.float64
-    except (RuntimeError, TypeError):
+        return outputs_in(copy.deepcopy(model).double(), examples, torch.float64), torch.float64
+    except Exception:  # tried again below, where it is told
         single = copy.deepcopy(model).float()
     try:
-        return _run(single, examples, torch.float32), torch.float32
+        return outputs_in(single, examples, torch.float32), torch.float32
     except Exception as error:
         raise UserError(f"the model cannot run on its example inputs: {first_line(error)}") from error
 
 
 @torch.no_grad()
-def _run(model: nn.Module, examples: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+def outputs_in(model: nn.Module, examples: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    """All output tensors of a model of this dtype on each example."""
+
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 

@@ -10,7 +10,8 @@ Only when asked for:
 
 equinorm bench kernels         an ENorm step kernel by kernel, on a GPU
 equinorm bench instruments     what `equinorm.diagnostics` shows on CIFAR-10, and what recording costs
+equinorm bench checkpoint      an 8 GB folder of transformers, balanced, beside a copy of it: time and memory
 
 In reading order: `run` (the parts), `output` (how a measurement is summed up and written); `steps`, `scaling`,
-`balance`, `throughput`, `kernels` and `instruments` (one part each); `llama` (a net for `steps`).
+`balance`, `throughput`, `kernels`, `instruments` and `checkpoint` (one part each); `llama` (a net for `steps`).
 """

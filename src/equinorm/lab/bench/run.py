@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ...errors import UserError
 from ..training.trainer import chosen_device
-from . import balance, instruments, kernels, scaling, steps, throughput
+from . import balance, checkpoint, instruments, kernels, scaling, steps, throughput
 from .output import facts, save, show
 
 __all__ = ["PARTS", "run"]
@@ -43,6 +43,7 @@ def run(
         "lab": throughput.CASES,
         "kernels": kernels.NAMES,
         "instruments": ["cost", *instruments.PARTS],
+        "checkpoint": checkpoint.NAMES,
     }
     _check("network or run", only, dict.fromkeys(name for part in parts or PARTS for name in names[part]))
     _check("variant", variants, dict.fromkeys(v.name for network in networks.values() for v in network.variants))
@@ -197,6 +198,16 @@ def _instruments(bench: _Bench) -> None:
         bench.written += sorted(out.glob("*.jsonl"))
 
 
+def _checkpoint(bench: _Bench) -> None:
+    if not bench.wanted(checkpoint.NAMES[0]):
+        return
+    with bench.status() as say:
+        say("checkpoint")
+        found = [checkpoint.measure(bench.quick)]
+    text = show([checkpoint.table_of(found)], bench.console)
+    bench.written += save(bench.out, "bench_checkpoint", text, found, bench.about_cpu)
+
+
 def _speeds(found: list[throughput.Speed]) -> Table:
     title = "Time per run, several runs side by side (median; spread of the middle half)"
     shown = Table(title=title, title_justify="left")
@@ -216,5 +227,9 @@ PARTS: dict[str, Callable[[_Bench], None]] = {
     "balance": _balance,
     "lab": _lab,
 }
-ON_REQUEST: dict[str, Callable[[_Bench], None]] = {"kernels": _kernels, "instruments": _instruments}
+ON_REQUEST: dict[str, Callable[[_Bench], None]] = {
+    "kernels": _kernels,
+    "instruments": _instruments,
+    "checkpoint": _checkpoint,
+}
 """Parts that are left out unless they are named."""

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .. import labels as lb
 from ..interpreter import Arguments, Interpreter
-from ..values import Value, activation
+from ..shapes import symbolic_axes
+from ..values import Value, activation, frozen
 from .elementwise import joined
 from .registry import rule
 
@@ -32,7 +33,7 @@ def index(t: Interpreter, a: Arguments) -> Any:
 def indexed(t: Interpreter, value: Value, indices: list[Value | None]) -> Any:
     """`value[indices]`, with torch's own indexing run on the axes concerned."""
     given = [i for i in indices if i is not None]
-    if any(i.known is None for i in given):
+    if any(i.known is None for i in given) or symbolic_axes(t.node):
         return _unknown(t, value, indices)
     axes, place = set(), 0
     for i in indices:
@@ -48,11 +49,15 @@ def indexed(t: Interpreter, value: Value, indices: list[Value | None]) -> Any:
 def _unknown(t: Interpreter, value: Value, indices: list[Value | None]) -> Any:
     """Any row may be read: all rows have one scale."""
     shape = t.result_shape()
-    if any(not isinstance(n, int) for n in shape):
-        return NotImplemented  # a mask chooses how many
     for i in indices:
         if i is not None:
             t.freeze(i)
+    if masks := _masks(t):  # it stands for as many indices as it has axes, and chooses how many elements there are
+        if len(masks) > 1 or sum(i is not None for i in indices) > 1:
+            return NotImplemented
+        place = masks[0]
+        chosen = frozen(shape[place : place + 1])
+        indices = [*indices[:place], *[chosen] * (indices[place] or chosen).ndim, *indices[place + 1 :]]
     axes = [axis for axis, i in enumerate(indices) if i is not None]
     zeros = tuple(slice(None) if i is None else torch.zeros(i.shape, dtype=torch.int64) for i in indices)
 
@@ -67,6 +72,13 @@ def _unknown(t: Interpreter, value: Value, indices: list[Value | None]) -> Any:
         None if c is None or any(lb.varies(c, axis) for axis in axes) else first(c) for c in value.coordinates
     )
     return replace(value, shape=shape, coordinates=unknown, static=False)
+
+
+def _masks(t: Interpreter) -> list[int]:
+    """At which places the present node indexes with a mask."""
+    given = t.node.args[1] if len(t.node.args) > 1 else None
+    values = [i.meta.get("val") if isinstance(i, fx.Node) else None for i in given] if isinstance(given, list) else []
+    return [p for p, v in enumerate(values) if isinstance(v, Tensor) and v.dtype in (torch.bool, torch.uint8)]
 
 
 @rule("embedding.default")
@@ -126,6 +138,8 @@ def scatter(t: Interpreter, a: Arguments) -> Any:
 
     value: Value = a["self"]
     t.freeze(a["index"])
+    if not value.ndim:
+        return NotImplemented
     if "reduce" in a and a["reduce"] == "prod":
         return NotImplemented
     source = as_value(next(a[name] for name in ("src", "source", "value") if name in a))

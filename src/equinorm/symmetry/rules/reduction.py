@@ -93,7 +93,8 @@ def product(t: Interpreter, a: Arguments) -> Any:
     """n factors of one scale have its n-th power."""
     a["dtype"]
     value: Value = a["self"]
-    return activation(t.power(reduced(t, value, *_dims(a)), float(value.shape[a["dim"]])))
+    factors = value.shape[a["dim"]] if value.ndim else 1
+    return activation(t.power(reduced(t, value, *_dims(a)), float(factors)))
 
 
 # -- pooling and resampling: combine or copy pixels of one channel -----------------------------------------------------

@@ -205,6 +205,8 @@ def scatter_part(t: Interpreter, a: Arguments) -> Any:
         part, rest = part.unsqueeze(dim), (start, start + 1, 1)
     else:
         rest = (a["start"], a["end"], a["step"])
+    size = len(range(*slice(*rest).indices(labels.shape[dim])))
+    part = part.expand([size if axis == dim else n for axis, n in enumerate(labels.shape)])
     keep = {dim} | lb.varying_axes(labels) | lb.varying_axes(part)
     written = torch.slice_scatter(lb.narrowed(labels, keep).contiguous(), lb.narrowed(part, keep), dim, *rest)
     return activation(written.expand(labels.shape))
