@@ -54,7 +54,7 @@ class Training:
         model = timm.create_model("test_resnet", num_classes=10)
         model, report = equinorm.convert(model, "msr", example)
         print(report.summary)
-        groups = param_groups_weight_decay(model, 0.01, equinorm.no_weight_decay(model))
+        groups = param_groups_weight_decay(model, 0.01, no_weight_decay_list=equinorm.no_weight_decay(model))
         optimizer = create_optimizer_v2(groups, opt="adamw", lr=5e-3)
         ema = ModelEmaV3(model, decay=0.9)
         enorm = equinorm.ENorm(model, optimizer, example, companions=[ema.module])

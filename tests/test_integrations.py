@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -310,3 +311,22 @@ def test_module_by_module_it_is_group_norm(opacus: Any) -> None:
     assert fixed[1].num_groups == 1
     assert ModuleValidator.FIXERS[equinorm.nn.EquiNormConv2d](equinorm.nn.EquiNormConv2d(2, 6, 3))[1].num_groups == 2
     assert fixed(torch.randn(1, 8)).shape == (1, 6)
+
+
+# -- the table of what was tested --------------------------------------------------------------------------------------
+
+SCRIPT = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "integrations_table.py"))
+
+
+def test_a_table_of_a_log() -> None:
+    log = """
+row | torch.compile | as eager | torch 2.13.0 | passed | test_a[1]
+row | torch.compile | as eager | torch 2.13.0 | xfailed | test_a[2]
+row | AMP | bfloat16 | torch 2.13.0, timm 1.0 | passed | test_b
+== 3 passed in 2 s =="""
+    assert SCRIPT["table"](log).splitlines()[2:] == [
+        "| AMP | bfloat16 | torch 2.13.0, timm 1.0 | yes | 1 |",
+        "| torch.compile | as eager | torch 2.13.0 | **not yet**, yes | 2 |",
+    ]
+    with pytest.raises(ValueError, match="needs the two markers"):
+        SCRIPT["page_with"]("no table here", "| a |")

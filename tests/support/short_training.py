@@ -26,6 +26,7 @@ class Short:
     scaler: Any = None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     accumulate: int = 1
+    joined: bool = False  # the batches of a step as one
     run: Callable[[Tensor], Tensor] | None = None  # what is called in the place of the model, as a compiled one
     shape: tuple[int, ...] = (6,)
     prepare: Callable[[Tensor], Tensor] = lambda x: x
@@ -43,9 +44,13 @@ class Short:
         self.model.train()
         for step in range(start, end):
             self.optimizer.zero_grad()
-            for x, y in data[step * self.accumulate : (step + 1) * self.accumulate]:
+            batches = data[step * self.accumulate : (step + 1) * self.accumulate]
+            if self.joined:
+                xs, ys = zip(*batches, strict=True)
+                batches = [(torch.cat(xs), torch.cat(ys))]
+            for x, y in batches:
                 with self.around():
-                    loss = nn.functional.cross_entropy(forward(self.prepare(x)).float(), y) / self.accumulate
+                    loss = nn.functional.cross_entropy(forward(self.prepare(x)).float(), y) / len(batches)
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
             if self.scaler:
                 self.scaler.step(self.optimizer)

@@ -17,7 +17,7 @@ def no_weight_decay(model: nn.Module) -> set[str]:
     weight and are decayed by whoever counts axes; weights whose length a method holds (mean shift rejection, unit
     filters); and what `no_weight_decay()` of the model or of a part of it names.
 
-    >>> groups = timm.optim.param_groups_weight_decay(model, 0.05, equinorm.no_weight_decay(model))
+    >>> groups = timm.optim.param_groups_weight_decay(model, 0.05, no_weight_decay_list=equinorm.no_weight_decay(model))
     """
     model = unwrap(model)
     names = {name for name, p in model.named_parameters() if p.ndim <= 1}
