@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import (
         caps,
+        criteria,
         diagnostics,
         enorm,
         equilibrium,
@@ -64,6 +65,7 @@ _HOME = {
     "caps": "",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
+    "criteria": "",
     "data_dependent_init_": "weightnorm.init",
     "diagnostics": "",
     "enorm": "",

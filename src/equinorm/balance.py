@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from html import escape
 from itertools import accumulate
@@ -20,17 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .criteria.norm import Objective, layouts
+from .criteria.criterion import Counts, Criterion, Problem
+from .criteria.norm import Norm
 from .models.frozen import Frozen, check_frozen, trains, untrained
-from .solver import Solution, hold_unbalanced, minimise
+from .solver import Solution
 from .symmetry import ScaledParameter, Symmetry, trace
 from .symmetry.symmetry import out_of_range
 from .symmetry.verify import outputs_of, relative_change
 
-__all__ = ["BalanceReport", "Counts", "balance_", "beyond_range", "counting", "symmetry_of"]
-
-Counts = Callable[[ScaledParameter], bool]
-"""Whether a parameter counts in the norm."""
+__all__ = ["BalanceReport", "Optimum", "balance_", "beyond_range", "counting", "optimum", "symmetry_of"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,10 @@ class BalanceReport:
     output_change: float | None = None  # by how much outputs moved, relatively; None where that was not measured
     frozen: Frozen = "move"  # whether parameters without gradients were kept or moved
     kept: tuple[str, ...] = ()  # parameters without gradients that stayed as they are
+    criterion: Criterion = field(default_factory=Norm)
+    value_before: float = 0.0  # of the criterion
+    value_after: float = 0.0
+    notes: tuple[str, ...] = ()  # what the criterion has to say: what does not fit into half precision, say
 
     def __str__(self) -> str:
         if not self.num_scales:
@@ -64,10 +66,15 @@ class BalanceReport:
             )
         held = f"; {self.held:,} held where they were ({where})" if self.held else ""
         return (
-            f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}, {verdict} (imbalance {self.imbalance:.1e}) over "
+            f"{self._value()}, {verdict} (imbalance {self.imbalance:.1e}) over "
             f"{self.num_scales - self.held:,} scales{held}; {self.iterations} iterations, {self.seconds:.2f} s"
-            f"{self._outputs()}{self._kept()}"
+            f"{self._outputs()}{self._kept()}{''.join(f'; {note}' for note in self.notes)}"
         )
+
+    def _value(self) -> str:
+        if isinstance(self.criterion, Norm):
+            return f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}"
+        return f"{self.criterion}: {self.criterion.unit} {self.value_before:.6g} -> {self.value_after:.6g}"
 
     def _outputs(self) -> str:
         return "" if self.output_change is None else f"; outputs moved by {self.output_change:.1e}"
@@ -99,8 +106,9 @@ def balance_(
     example_inputs: Any = None,
     p: float = 2.0,
     c: float = 1.0,
-    tol: float = 1e-8,
+    tol: float | None = None,
     *,
+    criterion: Criterion | None = None,
     parameters: Iterable[str] | Callable[[str], bool] | None = None,
     time_limit: float | None = None,
     keep: Iterable[str] = (),
@@ -110,16 +118,17 @@ def balance_(
 ) -> BalanceReport:
     """Rescale a model in place to the least Lp norm among all networks that compute the same function.
 
-    The problem is convex, so the optimum is unique (stock2019, theorem 1); the report's `imbalance` proves that it was
-    reached. Dead units and whatever cannot be balanced stay where they are, and the report says so. Where nothing can
-    move, a warning says why.
+    Or to the best by another criterion (`equinorm.criteria`). The problem is convex, so the optimum is unique
+    (stock2019, theorem 1); the report's `imbalance` proves that it was reached. Dead units and whatever cannot be
+    balanced stay where they are, and the report says so. Where nothing can move, a warning says why.
 
         report = equinorm.balance_(model, torch.randn(1, 3, 224, 224))
 
     Args:
         p: which norm, any p > 0.
         c: asymmetry (stock2019, section 3.7): c > 1 moves energy towards the output.
-        tol: largest `|log(incoming / outgoing mass)|` accepted.
+        tol: largest `|log(incoming / outgoing mass)|` accepted; by default 1e-8 for a norm, and what a criterion says.
+        criterion: what to be best at, one of `equinorm.criteria`, in place of the norm of p and c.
         parameters: names or patterns of the parameters that count in the norm, or of modules, which stand for all that
             is in them; by default all that multiply (weights and gains, not biases).
         time_limit: seconds after which the best point so far is taken, and reported as not converged.
@@ -132,9 +141,15 @@ def balance_(
     """
     if frozen is not None:
         check_frozen(frozen)
-    for name, number in (("p", p), ("c", c), ("tol", tol)):
-        if not 0 < number < float("inf"):
-            raise ValueError(f"{name} must be a positive number, got {number!r}")
+    if criterion is None:
+        criterion = Norm(p, c)
+    elif not isinstance(criterion, Criterion):
+        raise TypeError(f"criterion must be one of equinorm.criteria, or a subclass of Criterion, got {criterion!r}")
+    elif (p, c) != (2.0, 1.0):
+        raise TypeError("p and c belong to the norm: pass criterion=equinorm.criteria.Norm(p, c), or leave them out")
+    tol = criterion.tol if tol is None else tol
+    if not 0 < tol < float("inf"):
+        raise ValueError(f"tol must be a positive number, got {tol!r}")
     start = time.monotonic()
     symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, verify=verify)
     frozen = frozen or ("keep" if trains(symmetry.model) else "move")
@@ -150,8 +165,11 @@ def balance_(
         if symmetry.tensor(w.name).is_meta:
             raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to balance")
     here = symmetry.local()
+    p = criterion.p if isinstance(criterion, Norm) else 2.0
     before = _norm(here, counted, p)
-    solution = optimum(here, p, c, tol, counted, None if time_limit is None else traced + time_limit)
+    problem = criterion.problem(here, counted, example_inputs)
+    value_before = problem.value(torch.zeros(symmetry.num_scales, dtype=torch.float64))
+    solution = optimum(here, problem, tol, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
         symmetry.rescale_(solution.log_scales)
     seconds = time.monotonic() - traced
@@ -170,12 +188,16 @@ def balance_(
         output_change=None if outputs is None or after is None else relative_change(after, outputs),
         frozen=frozen,
         kept=kept,
+        criterion=criterion,
+        value_before=value_before,
+        value_after=problem.value(solution.log_scales),
+        notes=problem.notes(solution.log_scales),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Optimum:
-    """Where the norm is least, and what was left where it is."""
+    """Where a criterion is best, and what was left where it is."""
 
     log_scales: Tensor
     imbalance: float
@@ -186,47 +208,19 @@ class Optimum:
     passes: int  # of the solver over the weights
 
 
-def optimum(
-    symmetry: Symmetry, p: float, c: float, tol: float, counted: Counts, deadline: float | None = None
-) -> Optimum:
-    """The log-scales of least norm, of the values that `symmetry.values` gives; nothing is written.
+def optimum(symmetry: Symmetry, problem: Problem, tol: float, deadline: float | None = None) -> Optimum:
+    """The log-scales where a criterion is best, of the values that `symmetry.values` gives; nothing is written.
 
-    >>> found = optimum(symmetry.local(), 2.0, 1.0, 1e-8, counting(symmetry, None))
+    >>> found = optimum(here, criteria.Norm().problem(here, counting(here, None)), tol=1e-8)
     """
-    cpu = torch.device("cpu")
-    counting_here = layouts(symmetry, p, c, counted)
-    objective = Objective(symmetry.num_scales, p, counting_here, torch.float64, cpu, symmetry.processes)
-    objective.load_any(symmetry.values)
-    objective.fixed[:-1] |= symmetry.absorbed  # no norm of weights has a minimum there
-    passes = _counting_passes(objective)
-    solution = _within_range(symmetry, objective, tol, deadline)
-    still = ~objective.free
+    if not problem.moves_absorbed:
+        problem.fixed[:-1] |= symmetry.absorbed.to(problem.fixed.device)
+    solution = _within_range(symmetry, problem, tol, deadline)
+    still = problem.fixed[:-1].cpu()
     return Optimum(
         solution.log_scales, solution.imbalance, solution.iterations, solution.converged, still,
-        tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)), len(passes),
+        tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)), problem.passes,
     )  # fmt: skip
-
-
-def _counting_passes(objective: Objective) -> list[str]:
-    """A list that grows with every pass of the solver over the sums of an objective."""
-    passes: list[str] = []
-
-    def noted(owner: Any, name: str) -> None:
-        method = getattr(owner, name)
-
-        def call(*arguments: Any) -> Any:
-            passes.append(name)
-            result = method(*arguments)
-            if name == "quadratic":
-                noted(result, "times")
-                noted(result, "between")
-            return result
-
-        setattr(owner, name, call)
-
-    noted(objective, "at")
-    noted(objective, "quadratic")
-    return passes
 
 
 def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None, **options: Any) -> Symmetry:
@@ -298,16 +292,17 @@ def _log_norm(tensor: Tensor, p: float) -> float:
     return float(largest.log() + torch.linalg.vector_norm(tensor / largest, p, dtype=torch.float64).log())
 
 
-def _within_range(symmetry: Symmetry, objective: Objective, tol: float, deadline: float | None) -> Solution:
+def _within_range(symmetry: Symmetry, problem: Problem, tol: float, deadline: float | None) -> Solution:
     """The optimum. Variables that would push a parameter out of its dtype's range are fixed, the rest solved again."""
     while True:
-        hold_unbalanced(objective)
-        solution = minimise(objective, symmetry.birth, tol, deadline)
-        beyond = beyond_range(symmetry.moving, symmetry.values, solution.log_scales) & objective.free
-        beyond = symmetry.processes.any(beyond)
+        problem.hold()
+        solution = problem.solve(tol, deadline)
+        solution = solution._replace(log_scales=solution.log_scales.cpu())
+        beyond = beyond_range(symmetry.moving, symmetry.values, solution.log_scales)
+        beyond = symmetry.processes.any(beyond) & ~problem.fixed[:-1].cpu()
         if not bool(beyond.any()):
             return solution
-        objective.fixed[:-1] |= beyond
+        problem.fixed[:-1] |= beyond.to(problem.fixed.device)
 
 
 def beyond_range(terms: Iterable[ScaledParameter], tensors: Callable[[str], Tensor], log_scales: Tensor) -> Tensor:

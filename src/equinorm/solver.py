@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .criteria.exponentials import NEVER, Exponentials, Point, Quadratic, Sum, imbalance, times
-from .criteria.norm import Objective
+
+if TYPE_CHECKING:
+    from .criteria.norm import Objective
 from .symmetry.scales import FROZEN, Scales
 
 
@@ -118,7 +120,7 @@ def step_towards(up: Tensor, down: Tensor, reach: Tensor, p: float) -> Tensor:
 
 class Solution(NamedTuple):
     log_scales: Tensor
-    point: Point
+    point: Point | None
     imbalance: float
     iterations: int
     converged: bool
@@ -182,7 +184,12 @@ PATIENCE = 12
 
 
 def minimise(
-    objective: Exponentials, birth: Tensor, tol: float, deadline: float | None = None, limit: int = 1000
+    objective: Exponentials,
+    birth: Tensor,
+    tol: float,
+    deadline: float | None = None,
+    limit: int = 1000,
+    start: Tensor | None = None,
 ) -> Solution:
     """The log-scales of least F, by Newton's method with conjugate gradients.
 
@@ -192,7 +199,7 @@ def minimise(
     its way by itself.
     """
     o = objective
-    s = o.zeros()
+    s = o.zeros() if start is None else start
     point = o.at(s)
     free = o.free & (point.log_up > NEVER) & (point.log_down > NEVER)
     groups, group = birth.unique(return_inverse=True)
@@ -218,7 +225,10 @@ def minimise(
             far = not far and iterations % 5 == 0
             moved = _newton(o, s, point, free, group, len(groups), min(0.1, gap))
         s, point = moved
-        gap = float(imbalance(point, free))
+        before, gap = gap, float(imbalance(point, free))
+        if gap > max(tol, 0.5 * before) and waited:
+            s, point = _logarithmic(o, s, point, free, gap)
+            gap = float(imbalance(point, free))
         waited = 0 if gap < 0.99 * best else waited + 1
         if gap < best or not best < float("inf"):
             best, s_best, point_best = gap, s, point
@@ -244,6 +254,69 @@ def _stride(
     return None
 
 
+def _logarithmic(o: Exponentials, s: Tensor, point: Point, free: Tensor, gap: float) -> tuple[Tensor, Point]:
+    """A step of Newton's method on log(incoming / outgoing mass) = 0, which sees light parts as it sees heavy ones.
+
+    What F is made of may differ by any factor (norms of high order, branches of tiny weights); a step on F then only
+    moves the heavy parts. The system is not symmetric, so it is solved by BiCGStab.
+    """
+    signs = o.exponent.sign()
+    side = torch.where(o.exponent > 0, point.log_up.new_tensor(0.0), 1.0).long()
+    sums = torch.stack([point.log_up, point.log_down])
+    padded = torch.cat([sums, sums.new_zeros(2, 1)], 1)[side, o.index]
+    weight = torch.where(o.exponent != 0, (o.exponent.abs().log() + point.log_mass - padded).exp(), 0.0) * signs
+    weight = weight.nan_to_num(0.0)
+    entries = []
+    for matrix, row, column in zip(o.matrices, point.row_logs, point.column_logs, strict=True):
+        u, v = (_shifted(x).exp() for x in (row, column))
+        below, beside = times(matrix, v), times(matrix.mT, u)
+        entries.append((matrix, u, v, below.clamp_min(1e-300), beside.clamp_min(1e-300)))
+
+    def product(x: Tensor) -> Tensor:
+        moved, parts = o.gather(x), []
+        for (matrix, u, v, below, beside), (row, column) in zip(entries, o.split(moved), strict=True):
+            parts += [(times(matrix, v * column) / below).view(-1), (times(matrix.mT, u * row) / beside).view(-1)]
+        return torch.where(free, o.scatter(weight * (moved + torch.cat(parts))), 0.0)
+
+    step = _bicgstab(product, torch.where(free, -point.gap, 0.0) / o.p)
+    best = s, point, gap
+    for length in (1.0, 0.5, 0.25):
+        after = o.at(s + length * step)
+        new = float(imbalance(after, free))
+        if new < best[2]:
+            best = s + length * step, after, new
+        if best[2] < 0.7 * gap:
+            break
+    return best[:2]
+
+
+def _shifted(logs: Tensor) -> Tensor:
+    top = logs.amax(1, keepdim=True)
+    return logs - top.masked_fill(top == NEVER, 0.0)
+
+
+def _bicgstab(product: Callable[[Tensor], Tensor], rhs: Tensor, accuracy: float = 1e-6, limit: int = 300) -> Tensor:
+    x, r = torch.zeros_like(rhs), rhs
+    shadow, d, rho = r, r, float(r @ r)
+    goal = accuracy * rho**0.5
+    for _ in range(limit):
+        v = product(d)
+        along = float(shadow @ v)
+        if along == 0 or rho == 0:
+            break
+        alpha = rho / along
+        half = r - alpha * v
+        t = product(half)
+        square = float(t @ t)
+        omega = float(t @ half) / square if square else 0.0
+        x, r = x + alpha * d + omega * half, half - omega * t
+        if not float(r.norm()) > goal or omega == 0:
+            break
+        rho, before = float(shadow @ r), rho
+        d = r + (rho / before) * (alpha / omega) * (d - omega * v)
+    return x if bool(torch.isfinite(x).all()) else torch.zeros_like(x)
+
+
 def _newton(
     o: Exponentials, s: Tensor, point: Point, free: Tensor, group: Tensor, groups: int, accuracy: float
 ) -> tuple[Tensor, Point]:
@@ -259,6 +332,66 @@ def _newton(
             break
         after = o.at(s + length * step)
     return s + length * step, after
+
+
+class Smooth(Protocol):
+    """A function with a value, a gradient and a curvature."""
+
+    def at(self, s: Tensor) -> Any: ...
+    def value_at(self, s: Tensor, point: Any) -> Tensor: ...
+    def gradient_at(self, point: Any) -> Tensor: ...
+    def curvature_at(self, point: Any) -> Any: ...
+    def gap_at(self, point: Any) -> float: ...
+
+
+def descend(
+    function: Smooth, s: Tensor, free: Tensor, tol: float, deadline: float | None, limit: int = 300
+) -> tuple[Tensor, Any, float, int]:
+    """Newton's method with conjugate gradients and a line search: where it ended, its gap, and the steps."""
+    point = function.at(s)
+    value, gap, iterations, waited = function.value_at(s, point), function.gap_at(point), 0, 0
+    while gap > tol and waited < PATIENCE and iterations < limit:
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        iterations += 1
+        slope = torch.where(free, function.gradient_at(point), 0.0)
+        product, diagonal = function.curvature_at(point)
+        live = free & (diagonal > 0)
+        step = _solved(product, -slope, torch.where(live, diagonal, 1.0), live, min(0.1, gap))
+        expected, length = float(slope @ step), 1.0
+        after = function.at(s + step)
+        new = function.value_at(s + step, after)
+        while not float(new - value) <= 1e-4 * length * expected + 1e-14 * abs(float(value)):
+            length /= 2
+            if length < 1e-8:
+                return s, point, gap, iterations
+            after = function.at(s + length * step)
+            new = function.value_at(s + length * step, after)
+        s, point, value = s + length * step, after, new
+        before, gap = gap, function.gap_at(point)
+        waited = 0 if gap < 0.99 * before else waited + 1
+    return s, point, gap, iterations
+
+
+def _solved(product: Any, rhs: Tensor, diagonal: Tensor, live: Tensor, accuracy: float) -> Tensor:
+    """Conjugate gradients, preconditioned by the diagonal."""
+    x, r = torch.zeros_like(rhs), torch.where(live, rhs, 0.0)
+    z = r / diagonal
+    d, rz = z, float(r @ z)
+    goal = accuracy**2 * rz
+    for _ in range(500):
+        hd = torch.where(live, product(d), 0.0)
+        curvature = float(d @ hd)
+        if not curvature > 0:
+            break
+        alpha = rz / curvature
+        x, r = x + alpha * d, r - alpha * hd
+        z = r / diagonal
+        new = float(r @ z)
+        if not new > goal:
+            break
+        d, rz = z + (new / rz) * d, new
+    return x
 
 
 def _is_late(o: Exponentials, deadline: float | None) -> bool:

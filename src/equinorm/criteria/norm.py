@@ -14,15 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.sharding import ALONE, Processes
 from ..symmetry import ScaledParameter, Symmetry, Term
+from .criterion import Counts, Criterion, ExponentialProblem
 from .exponentials import NEVER, Exponentials, Point, Side, Sum, equilibrated, imbalance, times
 
-__all__ = ["Layout", "Objective", "Point", "Side", "Sum", "imbalance", "layout_of", "layouts", "powers_of", "times"]
+__all__ = [
+    "Layout",
+    "Norm",
+    "Objective",
+    "Point",
+    "Side",
+    "Sum",
+    "imbalance",
+    "layout_of",
+    "layouts",
+    "powers_of",
+    "times",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +184,42 @@ def _cancelling(rows: Side, columns: Side, n: int) -> Tensor | None:
     net = rows.exponent[:, :, None] + columns.exponent[:, None, :]
     cancels = (row == column) & (net.abs() < 1e-9)
     return cancels if bool(cancels.any()) else None
+
+
+class Norm(Criterion):
+    """Σ |w|^p over all parameters that count, each weighted with c^(p · layers after it): the norm of stock2019.
+
+    equinorm.balance_(model, x, criterion=equinorm.criteria.Norm(p=2, c=1.0))
+
+    Args:
+        p: which norm, any p > 0.
+        c: asymmetry (stock2019, section 3.7): c > 1 moves energy towards the output.
+    """
+
+    convex = True
+    tol = 1e-8
+    unit = "norm"
+
+    def __init__(self, p: float = 2.0, c: float = 1.0) -> None:
+        for name, number in (("p", p), ("c", c)):
+            if not 0 < number < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {number!r}")
+        self.p, self.c = float(p), float(c)
+
+    def problem(self, symmetry: Symmetry, counted: Counts, example_inputs: Any = None) -> ExponentialProblem:
+        """The sums of |w|^p stay where the weights are, and so does the work."""
+        found = layouts(symmetry, self.p, self.c, counted)
+        device = _device(symmetry)
+        objective = Objective(symmetry.num_scales, self.p, found, torch.float64, device, symmetry.processes)
+        objective.load_any(symmetry.values)
+        return ExponentialProblem(objective, symmetry.birth)
+
+
+def _device(symmetry: Symmetry) -> torch.device:
+    """The CUDA device that holds all weights, if there is one; else the CPU."""
+    devices = {symmetry.values(w.name).device for w in symmetry.moving}
+    here = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    return here if here.type == "cuda" else torch.device("cpu")
 
 
 class Objective(Exponentials):

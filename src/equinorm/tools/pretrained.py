@@ -27,7 +27,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from ..balance import Counts, counting, optimum
+from ..balance import counting, optimum
+from ..criteria import Norm
+from ..criteria.criterion import Counts
 from ..criteria.norm import layouts
 from ..errors import UserError
 from ..files import appearing, write_text
@@ -343,6 +345,7 @@ class Part(Symmetry):
         self.parameters = [_renumbered(w, local) for w in parameters]
         self.birth = whole.birth[self.variables]
         self.num_scales = len(self.variables)
+        self.carried = []  # a norm that absorbs scales would link all that it reads
         self.processes = ALONE
         self.tensors: dict[str, Tensor] = {}
 
@@ -432,7 +435,7 @@ def balanced(
             for name, tensor in part.tensors.items():
                 if tensor.dtype not in PLAIN_DTYPES:
                     raise UserError(f"{name} has dtype {tensor.dtype} in the checkpoint, which cannot be rescaled")
-            found = optimum(part, p, c, tol, counts)
+            found = optimum(part, Norm(p, c).problem(part, counts), tol)
             log_scales[part.variables] = found.log_scales
             imbalance, iterations = max(imbalance, found.imbalance), iterations + found.iterations
             converged, held = converged and found.converged, held + int(found.still.sum())

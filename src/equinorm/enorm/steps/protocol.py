@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...balance import Counts, beyond_range
+from ...balance import beyond_range
+from ...criteria.criterion import Counts
 from ...symmetry import ScaledParameter, Symmetry
 from ..biases import Gains, SafeBiases
 
