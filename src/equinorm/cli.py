@@ -198,6 +198,7 @@ class Balance:
         from time import monotonic
 
         from .balance import BalanceReport, counting
+        from .criteria import Norm
         from .errors import UserError, counted
         from .symmetry import TraceError, trace
         from .tools import pretrained, sources
@@ -253,7 +254,8 @@ class Balance:
         report = BalanceReport(
             written.norm_before, written.norm_after, plan.imbalance, plan.iterations, monotonic() - traced,
             plan.converged, plan.num_scales, plan.held, plan.held_in, traced - begun,
-            None if written.check.why_not else written.check.change,
+            None if written.check.why_not else written.check.change, criterion=Norm(self.p, self.c),
+            value_before=plan.value_before, value_after=plan.value_after,
         )  # fmt: skip
         say(report)
         say(written.check)
@@ -817,7 +819,9 @@ def _print_json(content: dict[str, Any]) -> None:
             return {key: plain(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no infinity
+        if isinstance(value, float) and not math.isfinite(value):
+            return None  # JSON has no infinity
+        return value if value is None or isinstance(value, str | int | float) else str(value)  # a criterion, say
 
     print(json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False))
 
