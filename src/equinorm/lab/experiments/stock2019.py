@@ -522,9 +522,9 @@ def gn_tuning(decided: bool, choices: Choices) -> Artifact:
         name=GN_TUNING,
         title="Choosing a learning rate for GN at batch 8 anew, table 3",
         says="It cross-validates and does not print what it chose.",
-        protocol=f"As {SMALL_TUNING}, where GN at batch 8 stayed at chance or diverged with 0.01, 0.05 and 0.1: the best "
-        "of runs that all failed is no choice. Smaller rates, added when table 3 had been seen, whose GN at batch 8 has "
-        "0.01. One run each. Of equal settings the smaller rate is taken.",
+        protocol=f"As {SMALL_TUNING}, where GN at batch 8 stayed at chance or diverged with 0.01, 0.05 and 0.1: the "
+        "best of runs that all failed is no choice. Smaller rates, added when table 3 had been seen, whose GN at batch "
+        "8 has 0.01. One run each. Of equal settings the smaller rate is taken.",
         cells=tuple(candidate_cell(candidate, SMALL_WHERE) for candidate in LATER_TUNINGS[GN_TUNING]),
         claims=(in_use({"GN": Choice({8: choices["GN"].places[8]})}, SMALL_WHERE),) if decided else (),
         compares=False,

@@ -165,7 +165,7 @@ class Line:
 
 
 def _level(a: Number, b: Number) -> bool:
-    """Whether two numbers differ by less than two standard errors; single runs have none, and are level with nothing."""
+    """Whether two numbers differ by less than two standard errors; single runs, which have none, do not."""
     if min(a.n, b.n) < 2:
         return False
     error = math.sqrt(statistics.variance(a.values) / a.n + statistics.variance(b.values) / b.n)

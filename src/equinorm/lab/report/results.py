@@ -9,8 +9,9 @@ Nothing here reads or writes files. The rules:
   reproduced, unless the paper's own number is NaN, which stands for "the paper says that it diverges".
 - A claim is reproduced if it holds for those numbers, and not run if a cell it looks at was not run. It says so where
   it rests on single runs.
-- What is counted over all artifacts (`tally`) is counted once: a number that a table and a figure share, a sentence that
-  a paper says twice. Sentences of our own, and artifacts that repeat another with a choice of ours, are counted apart.
+- What is counted over all artifacts (`tally`) is counted once: a number that a table and a figure share, a sentence
+  that a paper says twice. Sentences of our own, and artifacts that repeat another with a choice of ours, are counted
+  apart.
 - Toy results have no verdicts: they show that the code runs, and nothing else.
 """
 
