@@ -48,8 +48,8 @@ class MeanShiftRejection:
     Parameters may be sharded (DTensor: FSDP2): each process works on its parts, and two numbers are added up over all.
     Put `mean_shift_rejection_` on the model before it is sharded, and make this and the optimizer afterwards.
 
-    Model and optimizer may be wrapped (compiled, DDP, accelerate, Opacus). Of several optimizers it acts on the one that
-    holds the kernels.
+    Model and optimizer may be wrapped (compiled, DDP, accelerate, Opacus). Of several optimizers it acts on the one
+    that holds the kernels.
 
     As of `clip_grad_norm_`, gradients are changed in place; call the optimizer once for each backward pass.
 
