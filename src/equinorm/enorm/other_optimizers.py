@@ -115,26 +115,24 @@ def _ratio(new: Tensor, old: Tensor) -> Tensor:
     return torch.where(old > 0, new / old, 1.0)
 
 
-def _factored(row: str, col: str, *, largest: bool, kept: bool = False) -> dict[Any, Any]:
-    """The rule for means over the last axis (`row`) and the one before (`col`), or over the two largest.
-
-    `kept`: the axis of a mean is there, with size 1.
-    """
-
-    def carry(state: State, w: Tensor, g: Tensor) -> None:
-        dims = _largest_two(g.shape) if largest else (g.ndim - 2, g.ndim - 1)
-        rows, cols = state[row], state[col]
-        if not kept:
-            rows, cols = rows.unsqueeze(dims[1]), cols.unsqueeze(dims[0])
-        carry_factored_squares_(rows, cols, g, dims)
-
-    return {(row, col): carry}
+def _carry_rows_and_columns(state: State, w: Tensor, g: Tensor) -> None:
+    """Means that have lost an axis: of channels in and out, as timm has them of kernels, or the last two."""
+    rows, cols = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+    for first, second in ((0, 1), (g.ndim - 2, g.ndim - 1)):
+        if rows.shape == _without(g.shape, second) and cols.shape == _without(g.shape, first):
+            carry_factored_squares_(rows.unsqueeze(second), cols.unsqueeze(first), g, (first, second))
+            return
+    raise ValueError(f"means of squares of shapes {tuple(rows.shape)} and {tuple(cols.shape)} for {tuple(g.shape)}")
 
 
-def _largest_two(shape: torch.Size) -> tuple[int, int]:
-    """timm's axes: the second largest, over which `col` is a mean, and the largest; the later one of equals."""
-    by_size = sorted((n, axis) for axis, n in enumerate(shape))
-    return by_size[-2][1], by_size[-1][1]
+def _without(shape: torch.Size, axis: int) -> torch.Size:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _carry_two_largest(state: State, w: Tensor, g: Tensor) -> None:
+    """Big Vision's: `c` is a mean over the second largest axis and `r` over the largest, the later one of equals."""
+    by_size = sorted((n, axis) for axis, n in enumerate(g.shape))
+    carry_factored_squares_(state["exp_avg_sq_r"], state["exp_avg_sq_c"], g, (by_size[-2][1], by_size[-1][1]))
 
 
 # -- timm --------------------------------------------------------------------------------------------------------------
@@ -195,11 +193,11 @@ _TIMM: dict[str, KnownOptimizer] = {
         {"step": 0, "exp_avg": -1, "exp_avg_var": -2, "max_exp_avg_var": -2}, decoupled=_timm_decay
     ),
     "adafactor.Adafactor": KnownOptimizer(
-        {**_FACTORED, **_factored("exp_avg_sq_row", "exp_avg_sq_col", largest=True)},
+        {**_FACTORED, ("exp_avg_sq_row", "exp_avg_sq_col"): _carry_rows_and_columns},
         decoupled=lambda optimizer, group: 0.0 if group["lr"] is None else group["lr"] * group["weight_decay"],
     ),
     "adafactor_bv.AdafactorBigVision": KnownOptimizer(
-        {**_FACTORED, **_factored("exp_avg_sq_r", "exp_avg_sq_c", largest=True, kept=True)}, decoupled=_timm_decay
+        {**_FACTORED, ("exp_avg_sq_r", "exp_avg_sq_c"): _carry_two_largest}, decoupled=_timm_decay
     ),
     "adahessian.Adahessian": KnownOptimizer(  # squares of the Hessian's diagonal, which is a square already
         {"step": 0, "hessian step": 0, "exp_avg": -1, "exp_hessian_diag_sq": -4}, decoupled=_timm_decay
@@ -314,7 +312,7 @@ KNOWN: dict[str, KnownOptimizer] = {
     **{f"timm.optim.{name}": known for name, known in _TIMM.items()},
     "lion_pytorch.lion_pytorch.Lion": KnownOptimizer({"exp_avg": -1}, decoupled=_lion_decay),
     "transformers.optimization.Adafactor": KnownOptimizer(
-        {**_FACTORED, **_factored("exp_avg_sq_row", "exp_avg_sq_col", largest=False)},
+        {**_FACTORED, ("exp_avg_sq_row", "exp_avg_sq_col"): _carry_rows_and_columns},
         decoupled=lambda optimizer, group: 0.0 if group["lr"] is None else group["lr"] * group["weight_decay"],
     ),
 }
