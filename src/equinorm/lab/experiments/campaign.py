@@ -133,6 +133,10 @@ ITEMS = (
         note="what tables 2 and 3 leave open, one thing at a time",
     ),
     Item("ruff-variants", "ruff2020/variants", note="what ruff2020 leaves open, one thing at a time"),
+    # the authors' own programs, what was missing and today's rivals, in the order in which they settle most
+    Item("ruff-program", "ruff2020/program", note="ResNet-110 as the authors' program has it, 200 epochs"),
+    Item("ruff-program-z1", "ruff2020/program-z1", note="its claim that zmg 1 diverges at lr 0.4"),
+    Item("ruff-program-back", "ruff2020/program-differences", note="back to ours, one difference at a time"),
 )
 
 

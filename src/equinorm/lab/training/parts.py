@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
-from ...msr import parameter_groups, scaled_kernels
+from ...models.parametrized import originals
+from ...msr import luma_gradient, parameter_groups, scaled_kernels
 from .. import nets as models
 from .inputs import Inputs, Streamed
 from .precision import mixed_seed
 from .runs import Optim, Run
 
 __all__ = ["Parts", "build", "optimizer_of"]
+
+CLASSIFIER = "head.classifier.weight"
 
 
 @dataclass(eq=False)
@@ -61,12 +64,26 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
         return Parts(model, optimizer, enorm)
     if name == "msr":
         # the first runs were made without `centre_luma`, and do not say so
+        anchor = options.pop("classifier_luma", 0.0)
         rejection = MeanShiftRejection(model, optimizer, **{"centre_luma": False, **options})
         rejection.attach()
+        if anchor:
+            hold_length_(optimizer, model.get_parameter(CLASSIFIER), anchor)
         return Parts(model, optimizer, rejection)
     if name != "none":
         raise ValueError(f"unknown method {name!r}; there are none, enorm, implicit_enorm, path_sgd, msr")
     return Parts(model, optimizer, None)
+
+
+def hold_length_(optimizer: torch.optim.Optimizer, weight: Tensor, luma: float) -> None:
+    """LUMA for a weight that is no scaled kernel: in every step its rows are drawn to length 1 (ruff2020's program,
+    where the classifier decays so)."""
+
+    def pull(*_: Any) -> None:
+        if weight.grad is not None:
+            weight.grad += luma_gradient(weight.detach(), luma)
+
+    optimizer.register_step_pre_hook(pull)
 
 
 _SYMMETRIES: dict[str, Symmetry] = {}
@@ -111,10 +128,14 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
 
 def by_rate(parameters: Iterable[nn.Parameter], spec: Optim, model: nn.Module) -> list[dict[str, Any]]:
     """Groups of parameters that learn equally fast."""
-    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
+    named = dict(model.named_parameters())
+    kernels = {id(originals(layer).original) for _, layer in scaled_kernels(model)} if spec.kernel_rate != 1 else set()
+    own = {id(p): spec.bias_rate for name, p in named.items() if name.endswith("bias")}
+    own |= {id(p): spec.classifier_rate for name, p in named.items() if name == CLASSIFIER}
+    own |= dict.fromkeys(kernels, spec.kernel_rate)
     groups: dict[float, list[nn.Parameter]] = {}
     for p in parameters:
-        part = (spec.norm_rate if of_outputs(p) else 1.0) * (spec.bias_rate if id(p) in biases else 1.0)
+        part = (spec.norm_rate if of_outputs(p) else 1.0) * own.get(id(p), 1.0)
         groups.setdefault(part, []).append(p)
     return [{"params": several, "part": part} for part, several in groups.items()]
 

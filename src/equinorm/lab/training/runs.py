@@ -73,6 +73,8 @@ class Optim:
     name: str = "sgd"  # or "adam"
     norm_rate: float = field(default=1.0, metadata=LATER)  # of gains, offsets and biases, over that of the weights
     bias_rate: float = field(default=1.0, metadata=LATER)  # of offsets and biases, besides
+    kernel_rate: float = field(default=1.0, metadata=LATER)  # of V in e^g V (mean shift rejection)
+    classifier_rate: float = field(default=1.0, metadata=LATER)  # of the classifier's weights
 
 
 @dataclass(frozen=True)
