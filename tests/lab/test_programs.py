@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from equinorm.lab import nets as models
-from equinorm.lab.experiments import ruff2020
+from equinorm.lab.experiments import repro2019, ruff2020, stock2019
 from equinorm.lab.experiments.artifacts import find
 from equinorm.lab.training.inputs import inputs_of
 from equinorm.lab.training.parts import Parts, build
@@ -24,8 +24,7 @@ def parts_of(run: Run) -> Parts:
 
 
 def toy(name: str, row: str) -> Run:
-    (cell,) = find(name).part([row]).toy().cells
-    return cell.runs[0]
+    return find(name).part([row]).toy().cells[-1].runs[0]  # of the deepest net, where there are several
 
 
 # -- ruff2020 ----------------------------------------------------------------------------------------------------------
@@ -105,3 +104,81 @@ def test_a_model_says_which_options_it_has() -> None:
     with pytest.raises(ValueError, match="A behind"):
         models.build("resnet_cifar", classes=10, in_shape=(3, 8, 8), depth=8, skips="a")
     assert replace(ruff2020.program(), seed=1).key != ruff2020.program().key
+
+
+# -- stock2019 ---------------------------------------------------------------------------------------------------------
+
+
+def after_a_step(run: Run) -> nn.Module:
+    made = parts_of(run)
+    torch.manual_seed(0)
+    for p in made.model.parameters():
+        p.grad = torch.randn_like(p)
+    made.optimizer.step()
+    return made.model
+
+
+def weights_after(run: Run) -> dict[str, torch.Tensor]:
+    return dict(after_a_step(run).state_dict())
+
+
+def test_the_released_cycle_leaves_the_last_layer_out() -> None:
+    """And so does naming the classifier in `keep=`; the paper's cycle, in plain lines, is that of `ENorm`."""
+    plain, released, kept, paper = (
+        toy("stock2019/figure4-released", row)
+        for row in ("Baseline", "ENorm-1.2", stock2019.KEPT, "ENorm-1.2, the paper's cycle")
+    )
+    assert {run.model.options["init"] for run in (plain, released, kept, paper)} == {"he"}
+    (cell,) = find("stock2019/figure4-released").part(["ENorm-1.2"], ["19"]).cells
+    assert (cell.runs[0].data.train, len(cell.runs)) == (40_960, 3)
+    last = f"{stock2019.LAST_LAYER}.weight"
+    plain = replace(plain, optim=paper.optim)
+    after = {name: weights_after(replace(run, optim=paper.optim)) for name, run in
+             {"plain": plain, "released": released, "kept": kept, "paper": paper}.items()}  # fmt: skip
+    for name in ("released", "kept"):
+        torch.testing.assert_close(after[name][last], after["plain"][last])
+    assert not torch.allclose(after["paper"][last], after["plain"][last])
+    in_lines = weights_after(replace(paper, method=replace(paper.method, name="enorm_chain", options={"c": 1.2})))
+    torch.testing.assert_close(in_lines, after["paper"])
+
+
+def test_biases_that_are_left_alone() -> None:
+    left, plain = (toy("stock2019/biases", row) for row in (stock2019.LEFT, repro2019.PLAIN))
+    one, other = weights_after(left), weights_after(plain)
+    for name in one:
+        assert torch.allclose(one[name], other[name]) == (name.endswith("weight") or name.startswith("head")), name
+
+
+def test_the_released_head_averages_a_corner() -> None:
+    net = models.build("cifar_nv", classes=10, in_shape=(3, 28, 28), norm="none", width=4, end="released").eval()
+    maps: list[torch.Tensor] = []
+    net.head.classifier.register_forward_hook(lambda *args: maps.append(args[2]))
+    logits = net(torch.randn(2, 3, 28, 28))
+    assert maps[0].shape == (2, 10, 9, 9)
+    torch.testing.assert_close(logits, nn.functional.avg_pool2d(maps[0].relu(), 5)[:, :, 0, 0])
+    assert isinstance(parts_of(toy("stock2019/cifar-nv-released", "ENorm-1.1")).model, nn.Module)
+
+
+def test_the_notebooks_learning_rates() -> None:
+    """repro2019: ENorm + BN from 15 layers on, 0.05 that falls by 0.1 / 60 an epoch."""
+    (cell,) = find("repro2019/notebook").part([repro2019.NOTEBOOK], ["17"]).cells
+    run = cell.runs[0]
+    rates = [run.optim.schedule.at(epoch, run.epochs, run.optim.lr, 0.0)[0] for epoch in range(61)]
+    assert rates[0] == 0.05
+    assert rates[30] == pytest.approx(0)
+    assert rates[31] == pytest.approx(-0.1 / 60)
+    assert run.model.options["init"] == "he_uniform"
+
+
+# -- defazio2018 -------------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_with_normalized_inputs() -> None:
+    cells = find("defazio2018/normalized").cells
+    assert len(cells) == 8
+    assert {(run.data.inputs, run.data.mixup) for cell in cells for run in cell.runs} == {("standard", 2.0)}
+    bare = [cell.runs[0] for cell in cells if "no final norm" in cell.row]
+    for run in bare:
+        assert (run.loss, run.optim.nesterov, run.model.options["last_activation"]) == ("binary", True, False)
+    known = {run.key for run in find("defazio2018/variants-mixup").runs()}
+    assert sum(run.key in known for cell in cells for run in cell.runs) >= 5  # what was measured is not run again

@@ -23,6 +23,7 @@ INITS: dict[str, Callable[..., Any] | None] = {
     "xavier": nn.init.xavier_uniform_,  # Glorot & Bengio 2010, equation 16: stock2019, CIFAR-10
     "xavier_normal": nn.init.xavier_normal_,  # ruff2020's program
     "he": partial(_kaiming, mode="fan_in"),  # He et al. 2015: repro2019; stock2019, ImageNet
+    "he_uniform": partial(nn.init.kaiming_uniform_, nonlinearity="relu"),  # repro2019's notebook
     "he_fan_out": partial(_kaiming, mode="fan_out"),  # defazio2018
     "normal": partial(nn.init.normal_, std=0.05),  # Salimans & Kingma 2016
     "default": None,  # torch's

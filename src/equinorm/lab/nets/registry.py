@@ -80,7 +80,7 @@ def build(
     """The model of that name, initialised from torch's global random numbers.
 
     - `norm`, `norm_options`, `bias`: see `norms`. An option goes to whichever method of "a+b" knows it.
-    - `init`: "he", "he_fan_out", "xavier", "xavier_normal", "normal" or "default"; see `INITS`.
+    - `init`: "he", "he_uniform", "he_fan_out", "xavier", "xavier_normal", "normal" or "default"; see `INITS`.
     - `final_norm="batchnorm"`: a norm behind the classifier (stock2019, section 6.2).
     - `data_init`: whether `initialise_from_data` has something to do. None: where the method on weights wants it.
     - `first_bias`, `first_zero_mean`: a bias for the first convolution alone, filters of mean 0 and length 1 for it.

@@ -239,6 +239,7 @@ def resnet_cifar(
     noise_at: str = "unit",
     noise_per: str = "element",
     preact: bool = False,
+    last_activation: bool | None = None,
     zero_last: bool = False,
 ) -> Chain:
     """The ResNets of He et al. 2015 for CIFAR: depth 6n + 2, stages of `width`, twice and four times as many channels.
@@ -249,15 +250,17 @@ def resnet_cifar(
 
     `noise`: the amplitude of `InputNoise` at each residual unit, at what the whole unit or only its branch reads, per
     element, channel or example. `preact`: norm and ReLU come first in each unit, and once more behind the last (He et
-    al. 2016). `zero_last`: the gain of the last norm in each branch starts at 0 (Goyal et al. 2017).
+    al. 2016) unless `last_activation=False`, as in the program of Verma et al. `zero_last`: the gain of the last norm
+    in each branch starts at 0 (Goyal et al. 2017).
     """
     n, rest = divmod(depth - 2, 6)
     if rest or n < 1:
         raise ValueError(f"depth is 6n + 2 (20, 32, 44, 56, 110, ...); got {depth}")
+    last = preact if last_activation is None else last_activation
     return residual_net(
         make, in_shape, classes, blocks=(n, n, n), widths=(width, 2 * width, 4 * width), first_width=width,
         branch=basic, skips=skips, stem="cifar", noise=noise, noise_at=noise_at, noise_per=noise_per,
-        preact=preact, last_activation=preact, zero_last=zero_last,
+        preact=preact, last_activation=last, zero_last=zero_last,
     )  # fmt: skip
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
+from ...enorm.reference import balance_chain_, paper_views
 from ...models.parametrized import originals
 from ...msr import luma_gradient, parameter_groups, scaled_kernels
 from .. import nets as models
@@ -70,9 +71,42 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
         if anchor:
             hold_length_(optimizer, model.get_parameter(CLASSIFIER), anchor)
         return Parts(model, optimizer, rejection)
-    if name != "none":
-        raise ValueError(f"unknown method {name!r}; there are none, enorm, implicit_enorm, path_sgd, msr")
+    if name == "enorm_chain":
+        balance_after_steps_(optimizer, model, **options)
+    elif name != "none":
+        raise ValueError(f"unknown method {name!r}; there are none, enorm, enorm_chain, implicit_enorm, path_sgd, msr")
     return Parts(model, optimizer, None)
+
+
+def balance_after_steps_(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    c: float = 1.0,
+    variant: Literal["paper", "released"] = "paper",
+    biases: str = "follow",
+) -> None:
+    """A cycle of algorithm 1 of stock2019 after every step, of a chain: as in the paper, or as in its program, which
+    leaves the last layer out and takes all norms before the cycle. With `biases="leave"`, as in that program, biases
+    stay what they are and the function changes."""
+    if biases not in ("follow", "leave"):
+        raise ValueError(f'biases "follow" the weights or are "leave", left as they are; got {biases!r}')
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    weights = [layer.weight for layer in layers]
+    offsets = [None if biases == "leave" else layer.bias for layer in layers]
+
+    def buffers(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if p is None else optimizer.state.get(p, {}).get("momentum_buffer") for p in parameters]
+
+    @torch.no_grad()
+    def cycle(*_: Any) -> None:
+        momenta = buffers(weights)
+        views = paper_views([w if m is None else m for w, m in zip(weights, momenta, strict=True)])
+        carried = [None if m is None else view for m, view in zip(momenta, views, strict=True)]
+        balance_chain_(
+            paper_views([w.detach() for w in weights]), offsets, carried, buffers(offsets), c=c, variant=variant
+        )
+
+    optimizer.register_step_post_hook(cycle)
 
 
 def hold_length_(optimizer: torch.optim.Optimizer, weight: Tensor, luma: float) -> None:

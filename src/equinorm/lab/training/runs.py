@@ -54,7 +54,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Method:
-    """What acts on the weights while they are trained: none, enorm, implicit_enorm, path_sgd, msr."""
+    """What acts on the weights while they are trained: none, enorm, enorm_chain, implicit_enorm, path_sgd, msr."""
 
     name: str = "none"
     options: Options = field(default_factory=dict)
