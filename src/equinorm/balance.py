@@ -71,6 +71,11 @@ class BalanceReport:
             f"{self._outputs()}{self._kept()}{''.join(f'; {note}' for note in self.notes)}"
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, for JSON."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**fields, "criterion": repr(self.criterion)}
+
     def _value(self) -> str:
         if isinstance(self.criterion, Norm):
             return f"norm {self.norm_before:.6g} -> {self.norm_after:.6g}"

@@ -180,7 +180,7 @@ class Balance:
             output = None if self.output is None else str(self.output)
             origin = None if work.file is None else str(work.file)
             names = {"model": self.model, "checkpoint": origin, "output": output}
-            _print_json({**names, **asdict(report), "verified": verified})
+            _print_json({**names, **report.to_dict(), "verified": verified})
 
     def _folder(self) -> str | None:
         """The folder, where it is to be balanced as a whole."""
@@ -198,6 +198,7 @@ class Balance:
         from time import monotonic
 
         from .balance import BalanceReport, counting
+        from .criteria import Norm
         from .errors import UserError, counted
         from .symmetry import TraceError, trace
         from .tools import pretrained, sources
@@ -253,7 +254,8 @@ class Balance:
         report = BalanceReport(
             written.norm_before, written.norm_after, plan.imbalance, plan.iterations, monotonic() - traced,
             plan.converged, plan.num_scales, plan.held, plan.held_in, traced - begun,
-            None if written.check.why_not else written.check.change,
+            None if written.check.why_not else written.check.change, criterion=Norm(self.p, self.c),
+            value_before=plan.value_before, value_after=plan.value_after,
         )  # fmt: skip
         say(report)
         say(written.check)
@@ -269,7 +271,7 @@ class Balance:
         if self.json:
             _print_json({
                 "model": self.model, "checkpoint": folder, "output": None if self.output is None else str(self.output),
-                **asdict(report), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
+                **report.to_dict(), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
                 "largest_shard": held.largest_shard, "program_bytes": program,
             })  # fmt: skip
 
@@ -817,7 +819,9 @@ def _print_json(content: dict[str, Any]) -> None:
             return {key: plain(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no infinity
+        if isinstance(value, float) and not math.isfinite(value):
+            return None  # JSON has no infinity
+        return value if value is None or isinstance(value, str | int | float) else str(value)  # a criterion, say
 
     print(json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False))
 

@@ -163,6 +163,7 @@ class Exponentials:
         self.fixed = torch.zeros(n + 1, dtype=torch.bool, device=device)
         self.fixed[n] = True
         self.loose = torch.zeros(n + 1, dtype=torch.bool, device=device)
+        self.passes = 0  # over the matrices: points, quadratics and their products
 
     def enter(self, matrices: Sequence[Tensor], logs: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Take these entries; `logs` are added to the logarithm of every row and column."""
@@ -196,6 +197,7 @@ class Exponentials:
         return self.processes.sum(self._sum(values)[: self.n])
 
     def at(self, s: Tensor) -> Point:
+        self.passes += 1
         row_logs, column_logs, masses = [], [], []
         for matrix, (row, column) in zip(self.matrices, self.split(self.p * self.gather(s) + self.offset), strict=True):
             row_logs.append(row)
@@ -228,6 +230,7 @@ class Quadratic:
 
     def __init__(self, function: Exponentials, point: Point, guess: Tensor | None) -> None:
         self.function = function
+        function.passes += 1
         present = point.log_mass > NEVER
         a = torch.where(present, guess, 0.0) if guess is not None else torch.zeros_like(point.log_mass)
         # without a guess the largest mass becomes 1
@@ -258,6 +261,7 @@ class Quadratic:
     def times(self, x: Tensor) -> Tensor:
         """The curvature times a vector, up to p²."""
         f = self.function
+        f.passes += 1
         moved, parts = f.gather(x), []
         for (u, v, matrix), (row, column) in zip(self.entries, f.split(moved), strict=True):
             across, back = (v * column).to(matrix.dtype), (u * row).to(matrix.dtype)
@@ -268,6 +272,7 @@ class Quadratic:
     def between(self, group: Tensor, groups: int) -> Tensor:
         """The curvature restricted to vectors that are constant on groups of variables: groups × groups, up to p²."""
         f = self.function
+        f.passes += 1
         member = torch.cat([group, group.new_full((1,), groups)])[f.index]
         total = torch.zeros((groups + 1) ** 2, dtype=f.dtype, device=f.device)
         total.index_add_(0, member * (groups + 2), f.exponent.square() * self.mass)

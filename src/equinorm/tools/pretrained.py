@@ -345,7 +345,8 @@ class Part(Symmetry):
         self.parameters = [_renumbered(w, local) for w in parameters]
         self.birth = whole.birth[self.variables]
         self.num_scales = len(self.variables)
-        self.carried = []  # a norm that absorbs scales would link all that it reads
+        follow = [replace(c, term=Term(local[c.term.index], c.term.exponent)) for c in whole.carried]
+        self.carried = [c for c in follow if bool((c.term.index < self.num_scales).any())]
         self.processes = ALONE
         self.tensors: dict[str, Tensor] = {}
 
@@ -410,6 +411,8 @@ class Plan:
     held: int = 0
     held_in: tuple[str, ...] = ()
     passes: float = 0.0  # of the solver over the weights, on average
+    value_before: float = 0.0  # of the criterion, as in `BalanceReport`
+    value_after: float = 0.0
 
 
 @torch.no_grad()
@@ -427,6 +430,7 @@ def balanced(
     log_scales = torch.zeros(symmetry.num_scales, dtype=torch.float64)
     imbalance, iterations, converged, held, passes, size = 0.0, 0, True, 0, 0.0, 0
     held_in: list[str] = []
+    before, after = 0.0, 0.0
     every = parts(symmetry)
     with bound.folder.reading() as get:
         for number, part in enumerate(every):
@@ -435,7 +439,10 @@ def balanced(
             for name, tensor in part.tensors.items():
                 if tensor.dtype not in PLAIN_DTYPES:
                     raise UserError(f"{name} has dtype {tensor.dtype} in the checkpoint, which cannot be rescaled")
-            found = optimum(part, Norm(p, c).problem(part, counts), tol)
+            problem = Norm(p, c).problem(part, counts)
+            found = optimum(part, problem, tol)
+            before += problem.value(torch.zeros(part.num_scales, dtype=torch.float64))
+            after += problem.value(found.log_scales)
             log_scales[part.variables] = found.log_scales
             imbalance, iterations = max(imbalance, found.imbalance), iterations + found.iterations
             converged, held = converged and found.converged, held + int(found.still.sum())
@@ -447,7 +454,7 @@ def balanced(
         factors={bound.canonical(name): factor for name, factor in symmetry.factors(log_scales).items()},
         counts={bound.canonical(w.name) for w in symmetry.parameters if counts(w)},
         p=p, imbalance=imbalance, iterations=iterations, converged=converged, num_scales=symmetry.num_scales, held=held,
-        held_in=tuple(held_in), passes=passes / max(size, 1),
+        held_in=tuple(held_in), passes=passes / max(size, 1), value_before=before, value_after=after,
     )  # fmt: skip
 
 

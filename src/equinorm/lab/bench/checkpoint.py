@@ -161,6 +161,12 @@ def _gb(n: float) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e7 else f"{n / 1e3:.0f} kB"
 
 
+def _verdict(cost: Cost, within: bool) -> str:
+    if cost.bytes < cost.program_bytes:
+        return "too small to tell: less than the program itself"
+    return "within" if within else "MORE THAN ALLOWED"
+
+
 _ROWS = [
     ("model", lambda x: x.name),
     ("parameters", lambda x: f"{x.numbers:,}"),
@@ -171,12 +177,12 @@ _ROWS = [
     ("the program itself", lambda x: _gb(x.program_bytes)),
     ("memory allowed: two shards and these", lambda x: _gb(x.allowed_bytes)),
     ("memory taken at most", lambda x: _gb(x.peak_bytes)),
-    ("memory", lambda x: "within" if x.peak_bytes <= x.allowed_bytes else "MORE THAN ALLOWED"),
+    ("memory", lambda x: _verdict(x, x.peak_bytes <= x.allowed_bytes)),
     ("a copy", lambda x: f"{x.copy_seconds:.1f} s"),
     ("passes of the solver over the weights", lambda x: f"{x.passes:.1f}"),
     ("time allowed: 3 + passes copies", lambda x: f"{x.allowed_seconds:.1f} s"),
     ("time taken", lambda x: f"{x.seconds:.1f} s, {x.seconds / x.copy_seconds:.1f} copies"),
-    ("time", lambda x: "within" if x.seconds <= x.allowed_seconds else "MORE THAN ALLOWED"),
+    ("time", lambda x: _verdict(x, x.seconds <= x.allowed_seconds)),
     ("norm", lambda x: f"{x.norm_before:.6g} -> {x.norm_after:.6g}"),
     ("largest imbalance", lambda x: f"{x.imbalance:.1e}"),
     ("outputs of a few layers changed by", lambda x: f"{x.change:.1e}"),
