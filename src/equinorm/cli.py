@@ -180,7 +180,7 @@ class Balance:
             output = None if self.output is None else str(self.output)
             origin = None if work.file is None else str(work.file)
             names = {"model": self.model, "checkpoint": origin, "output": output}
-            _print_json({**names, **asdict(report), "verified": verified})
+            _print_json({**names, **report.to_dict(), "verified": verified})
 
     def _folder(self) -> str | None:
         """The folder, where it is to be balanced as a whole."""
@@ -271,7 +271,7 @@ class Balance:
         if self.json:
             _print_json({
                 "model": self.model, "checkpoint": folder, "output": None if self.output is None else str(self.output),
-                **asdict(report), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
+                **report.to_dict(), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
                 "largest_shard": held.largest_shard, "program_bytes": program,
             })  # fmt: skip
 

@@ -544,11 +544,11 @@ def test_misuse_is_refused_before_anything_changes() -> None:
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD(chain(5, 8, 3).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="the optimizer trains none of the parameters of Sequential"):
+    with pytest.raises(ValueError, match="every scale of Sequential is held by parameters that do not train"):
         equinorm.ENorm(model, other, x)
     with pytest.raises(ValueError, match=r"does not hold 0\.weight"):
         equinorm.ENorm(model, other, x, frozen="move")
-    with pytest.raises(ValueError, match=r"(?s)nothing to rescale.*0 free scales left while 2\.weight stay"):
+    with pytest.raises(ValueError, match=r"nothing to rescale.*do not train \(2\.weight\)"):
         equinorm.ENorm(model, torch.optim.SGD(model[0].parameters(), lr=0.1), x)
     with pytest.raises(ValueError, match="frozen must be 'keep' or 'move'"):
         equinorm.ENorm(model, optimizer, x, frozen="no")  # type: ignore[arg-type]

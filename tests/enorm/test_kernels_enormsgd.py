@@ -210,7 +210,7 @@ class Odd(nn.Module):
 
 def test_parameters_outside_of_the_symmetry_are_stepped_on_and_frozen_ones_only_balanced() -> None:
     model = Odd()
-    twins = Twins(model, torch.zeros(1, 5), {"momentum": 0.9, "weight_decay": 0.1}, c=1.2)
+    twins = Twins(model, torch.zeros(1, 5), {"momentum": 0.9, "weight_decay": 0.1}, c=1.2, frozen="move")
     frozen = model.frozen.weight.detach().clone()
     for _ in range(2):
         twins.step()
@@ -292,7 +292,7 @@ def test_a_group_that_is_added_later() -> None:
 
 
 def test_sparse_gradients_are_left_to_torch_and_a_group_may_be_empty() -> None:
-    twins = Twins(Odd(), torch.zeros(1, 5), {"lr": 0.1})
+    twins = Twins(Odd(), torch.zeros(1, 5), {"lr": 0.1}, frozen="move")
     for optimizer in twins.optimizers:
         optimizer.add_param_group({"params": [], "lr": 0.7})
     twins.step()

@@ -64,6 +64,8 @@ class Criterion:
     """Whether each process can work on its own part of the weights, where they are sharded over processes."""
     unit = "value"
     """What is measured, for reports."""
+    invariances: bool = False
+    """Whether `balance_` is to trace with `invariances=True`, so that what norms absorb can be moved."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if isinstance(v, int | float | str))

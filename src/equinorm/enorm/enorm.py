@@ -105,13 +105,15 @@ class ENorm:
         symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, batchnorm=batchnorm)
         self.frozen = frozen
         self.kept = untrained(symmetry, [optimizer]) if frozen == "keep" else ()
-        if self.kept and len(self.kept) == len(symmetry.moving):
-            raise ValueError(
-                f"nothing to rescale: the optimizer trains none of the parameters of {type(symmetry.model).__name__} "
-                "that could move: make it from this model's parameters (after moving, copying or loading the model), "
-                'or ask for frozen="move"'
-            )
+        movable = symmetry.num_scales
         symmetry = symmetry.holding(self.kept)
+        if movable and not symmetry.num_scales:
+            names = ", ".join(self.kept[:3]) + (", ..." if len(self.kept) > 3 else "")
+            raise ValueError(
+                f"nothing to rescale: every scale of {type(symmetry.model).__name__} is held by parameters that do not "
+                f"train ({names}): they have requires_grad=False, or the optimizer does not hold them. Make it from "
+                'model\'s parameters (after moving, copying or loading the model), or ask for frozen="move"'
+            )
         if not symmetry.num_scales:
             raise ValueError(f"nothing to rescale.\n{symmetry.explain().summary}")
         self.symmetry, self.optimizer = symmetry, optimizer
