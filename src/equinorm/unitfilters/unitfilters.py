@@ -63,7 +63,8 @@ class UnitFilters:
         parameters: Iterable[Tensor] = (),
     ) -> None:
         self.optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-        for one in self.optimizers:
+        given: tuple[Any, ...] = self.optimizers
+        for one in given:
             if not isinstance(one, Optimizer):
                 refuse_flat_optimizer(one)
                 raise TypeError(
