@@ -320,6 +320,48 @@ class Diagnose:
 
 
 @dataclass(frozen=True)
+class Compare:
+    """Say how far two models are apart, whatever rescaling they are given in: 0 if one is a rescaling of the other."""
+
+    a: Annotated[
+        Positional[str], arg(metavar="A", help="A model (see `equinorm trace --help`), or with --model a checkpoint.")
+    ]
+    b: Annotated[Positional[str], arg(metavar="B", help="The other one, of the same architecture.")]
+    model: Annotated[
+        str | None, arg(metavar="MODEL", help="The model that both are checkpoints of, such as torchvision:resnet18.")
+    ] = None
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    json: Json = False
+
+    def run(self) -> None:
+        from .comparison import compare
+        from .errors import UserError
+
+        one, two = (self._begun(name) for name in (self.a, self.b))
+        with _step("comparing"):
+            try:
+                found = compare(one.model, two.model, None, symmetry=one.symmetry)
+            except (ValueError, OverflowError) as error:
+                raise UserError(str(error)) from error
+        if self.json:
+            parts = {name: part for name, part in found.parts if part > 0}
+            names = {"a": self.a, "b": self.b, "model": self.model, "same": found.same}
+            _print_json({**names, **asdict(found), "parts": parts})
+        else:
+            print(found)
+
+    def _begun(self, name: str) -> _Work:
+        from .errors import UserError
+
+        if self.model is not None:
+            return _Work.begin(Trace(self.model, Path(name), self.input, self.model_args))
+        if Path(name).is_file():
+            raise UserError(f"which model is {name} a checkpoint of? Name it, such as --model torchvision:resnet18")
+        return _Work.begin(Trace(name, None, self.input, self.model_args))
+
+
+@dataclass(frozen=True)
 class Demo:
     """ENorm in deep nets, and every family on one net, on scikit-learn's digits: tables, a picture, a minute on two
     cores."""
@@ -610,6 +652,7 @@ Command = (
     Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Balance, tyro.conf.subcommand("balance")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
