@@ -2,8 +2,8 @@
 
 Networks that are rescalings of each other compute the same function with different weights, so their weights cannot be
 compared as they are. `canonical_` takes each to one and the same member of its family: the one of least L2 norm, which
-is unique (stock2019, theorem 1). Units that the norm would let vanish (they read or feed nothing but zeros) do not count
-in it and get a scale of their own kind: the largest of each of their weights is 1 on geometric average.
+is unique (stock2019, theorem 1). Units that the norm would let vanish (they read or feed nothing but zeros) do not
+count in it and get a scale of their own kind: their largest weights are 1 on geometric average.
 """
 
 from __future__ import annotations
@@ -203,8 +203,9 @@ class Comparison:
         verdict = "the same up to rescaling and rounding" if self.same else "different"
         worst = ", ".join(f"{name} {part:.3g}" for name, part in self.parts[:3] if part > 0)
         return (
-            f"{verdict}: distance {self.distance:.6g} of canonical forms (norm {self.norm:.6g}), {self.as_they_are:.6g} "
-            f"as they are; {self.num_scales:,} free scales" + ("" if self.same else f"; most in {worst}")
+            f"{verdict}: distance {self.distance:.6g} of canonical forms (norm {self.norm:.6g}), "
+            f"{self.as_they_are:.6g} as they are; {self.num_scales:,} free scales"
+            + ("" if self.same else f"; most in {worst}")
         )
 
 
