@@ -24,6 +24,12 @@ try:
     import tyro
     from tyro.conf import Positional, UseAppendAction
 except ImportError:
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(
+            "equinorm: balance, convert, fold, diagnose and reproduce from the command line.\n"
+            "Commands need a few packages more than the library: pip install 'equinorm[lab]'"
+        )
+        sys.exit(0)
     sys.exit("equinorm: the command line needs more than the library: pip install 'equinorm[lab]'")
 
 # -- options that commands share ---------------------------------------------------------------------------------------
