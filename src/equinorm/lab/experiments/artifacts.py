@@ -50,6 +50,17 @@ class Claim:
 
     text: str
     holds: Callable[[Means], bool]
+    same_as: str = ""  # the text of the claim that says the same elsewhere, of the same paper; equal texts need none
+
+    @property
+    def ours(self) -> bool:
+        """Whether the sentence is not the paper's."""
+        return self.text.endswith("(ours)")
+
+    @property
+    def sentence(self) -> str:
+        """What a paper's distinct claims are counted by."""
+        return self.same_as or self.text
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class Artifact:
     band: Literal["std", "quartiles"] = "std"  # mean ± std, or median and quartiles, as the paper draws it
     tolerance: float = 0.5
     compares: bool = True  # whether the rows are methods; of a tuning they are methods and places
+    variant_of: str = ""  # the artifact whose numbers and claims these are again, with a choice of ours in it
     shrink: Callable[[Run], Run] | None = field(default=None, compare=False)  # one run at toy size
 
     def runs(self) -> tuple[Run, ...]:

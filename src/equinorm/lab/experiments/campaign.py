@@ -158,7 +158,7 @@ def decide(store: Store | Records, toy: bool = False) -> Chosen:
     records = store.scan().records if isinstance(store, Store) else store
     before = committed()
     found: dict[str, Any] = {}
-    for name, candidates in stock2019.TUNINGS.items():
+    for name, candidates in {**stock2019.TUNINGS, **stock2019.LATER_TUNINGS}.items():
         shrink = all_artifacts()[name].shrink if toy else None
         rows = {**before.get(name, {}), **choose(candidates, partial(_accuracy, records, shrink))}
         if rows:

@@ -146,7 +146,8 @@ def choose(candidates: Iterable[Candidate], accuracy: Callable[[Run], float | No
     """The settings with the best held-out accuracy, by row and place: of the mean over runs.
 
     `accuracy` is None for a run that has not ended, and NaN for one that diverged, which is worse than any other. Of
-    equal settings those with the smaller learning rate win. A row of which anything has not been run is left out.
+    equal settings those with the smaller learning rate win. A row of which anything has not been run is left out, and
+    a place where nothing trained: the best of runs that all failed is no choice.
     """
     tried: dict[str, dict[float, list[tuple[float, tuple[float, ...], Settings]]]] = {}
     open_rows = set()
@@ -158,11 +159,12 @@ def choose(candidates: Iterable[Candidate], accuracy: Callable[[Run], float | No
             continue
         size = (candidate.settings["lr"], *(v for name, v in candidate.settings.items() if name != "lr"))
         places = tried.setdefault(candidate.row, {})
-        places.setdefault(candidate.at, []).append((-statistics.fmean(known), size, candidate.settings))
+        if statistics.fmean(known) > CHANCE:
+            places.setdefault(candidate.at, []).append((-statistics.fmean(known), size, candidate.settings))
     return {
         row: {at: min(found, key=lambda one: one[:2])[2] for at, found in places.items()}
         for row, places in tried.items()
-        if row not in open_rows
+        if row not in open_rows and places
     }
 
 
@@ -246,11 +248,14 @@ def consistent(chosen: Mapping[str, str]) -> Claim:
     def holds(means: Means) -> bool:
         # equal accuracies are no contradiction
         return all(
-            score(means[row, column]) >= max(score(value) for (other, _), value in means.items() if other == row)
+            trained(means, row, column)
+            and score(means[row, column]) >= max(score(value) for (other, _), value in means.items() if other == row)
             for row, column in chosen.items()
         )
 
-    return Claim("The settings that the recipe uses are those with the best held-out accuracy (ours)", holds)
+    return Claim(
+        "The settings that the recipe uses are those with the best held-out accuracy, and trained there (ours)", holds
+    )
 
 
 # -- toy size ----------------------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def figure_4(panel: str, says: str, *claims: Claim) -> Artifact:
 
 def essentially_the_same(data: str) -> Claim:
     return Claim(
-        f"EquiNorm ends essentially at the accuracy of BN (we say: within {SAME} points)",
+        f"{data}: EquiNorm ends essentially at the accuracy of BN (we say: within {SAME} points)",
         lambda means: abs(means["EquiNorm", data] - means["BN", data]) <= SAME,
     )
 

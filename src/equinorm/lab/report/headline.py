@@ -114,35 +114,48 @@ class Line:
         return sorted(values, key=lambda method: -values[method])
 
     @property
-    def best(self) -> str | None:
-        """The method with the highest accuracy, if there are two to compare."""
+    def highest(self) -> str | None:
+        """The method with the highest accuracy, if there are two to compare; of single runs too."""
         return self.ranking[0] if len(self.ranking) > 1 else None
 
     @property
+    def best(self) -> str | None:
+        """The method with the highest accuracy, if it and another were run more than once.
+
+        Nobody leads where the highest is a single run, and nobody over single runs alone.
+        """
+        several = [name for name in self.ranking if self.numbers[name].n > 1]
+        return self.highest if len(several) > 1 and several[0] == self.highest else None
+
+    @property
     def leaders(self) -> list[str]:
-        """The best method, and those that are behind it by less than two standard errors."""
+        """The best method, and those that are behind it by less than two standard errors; no single runs."""
         best = self.best
         if best is None:
             return []
         return [name for name in self.ranking if name == best or _level(self.numbers[best], self.numbers[name])]
 
-    def lead(self, method: str, reference: str) -> float | None:
-        """By how many points a method is ahead of another; None where one of them was not run, or diverged."""
+    def lead(self, method: str, reference: str, least: int = 1) -> float | None:
+        """By how many points a method is ahead of another; None where one of them has fewer than `least` values."""
         both = [self.numbers.get(name) for name in (method, reference)]
-        first, second = (number.value if number is not None and number.values else None for number in both)
+        first, second = (number.value if number is not None and number.n >= least else None for number in both)
         return None if first is None or second is None else first - second
 
     @property
     def verdict(self) -> str:
-        """ "ENorm: +2.31 on no norm; +0.40 on BatchNorm (within the spread)"; empty if there is nothing to compare."""
-        best = self.best
+        """ "ENorm: +2.31 on no norm; +0.40 on BatchNorm (within the spread)"; empty if there is nothing to compare.
+
+        Where nobody leads it begins with "undecided: highest ENorm".
+        """
+        best = self.highest
         if best is None:
             return ""
         run = [name for name in (NO_NORM, BATCH_NORM) if name in self.numbers and self.numbers[name].was_run]
         others = [name for name in run if name != best]
         if best == BATCH_NORM or not others:
             others.append(self.ranking[1])
-        return f"{best}: {'; '.join(self._over(best, name) for name in dict.fromkeys(others))}"
+        said = "; ".join(self._over(best, name) for name in dict.fromkeys(others))
+        return f"{best}: {said}" if self.best else f"undecided: highest {best}, {said}"
 
     def _over(self, best: str, name: str) -> str:
         lead = self.lead(best, name)
@@ -152,7 +165,7 @@ class Line:
 
 
 def _level(a: Number, b: Number) -> bool:
-    """Whether two numbers differ by less than two standard errors; single runs have none."""
+    """Whether two numbers differ by less than two standard errors; single runs, which have none, do not."""
     if min(a.n, b.n) < 2:
         return False
     error = math.sqrt(statistics.variance(a.values) / a.n + statistics.variance(b.values) / b.n)
@@ -259,24 +272,31 @@ class Summary:
 
     method: str
     leads: tuple[str, ...]  # settings in which it is the best or level with it
-    lines: int  # settings in which it was run
+    lines: int  # settings in which it was run more than once, as another was
     over_none: tuple[float, ...]
     over_batch_norm: tuple[float, ...]
     times: tuple[float, ...]
 
 
 def summaries(lines: Sequence[Line], costs: Sequence[Cost]) -> list[Summary]:
-    """Of every method that was compared with another."""
-    compared = [line for line in lines if line.best is not None]
+    """Of every method that was compared with another. Single runs never make a lead: they are in no count here."""
+    compared = [line for line in lines if sum(number.n > 1 for number in line.numbers.values()) > 1]
     found = []
     for method in METHODS:
-        mine = [line for line in compared if method in line.numbers and line.numbers[method].was_run]
+        mine = [line for line in compared if method in line.numbers and _was_repeated(line.numbers[method])]
         leads = tuple(line.setting.name for line in mine if method in line.leaders)
         none, batch_norm = (
-            tuple(gain for line in mine if reference != method and (gain := line.lead(method, reference)) is not None)
+            tuple(
+                gain for line in mine if reference != method and (gain := line.lead(method, reference, 2)) is not None
+            )
             for reference in (NO_NORM, BATCH_NORM)
         )
         times = tuple(cost.times[method] for cost in costs if method in cost.times and cost.unit == NO_NORM != method)
         if mine:
             found.append(Summary(method, leads, len(mine), none, batch_norm, times))
     return found
+
+
+def _was_repeated(number: Number) -> bool:
+    """Whether more than one of its runs has ended, be it in divergence."""
+    return number.n + number.diverged > 1

@@ -3,10 +3,15 @@
 Nothing here reads or writes files. The rules:
 
 - A number is the mean of the finished runs, or their median where the paper draws medians (`artifact.band`).
-- It is reproduced if it is within the cell's (or else the artifact's) tolerance of the paper's number.
+- It is reproduced if it is within the cell's (or else the artifact's) tolerance of the paper's number. An accuracy
+  further above is «higher»: that is another finding than one that was not reached.
 - Diverged runs are counted and shown, and are in no mean. A cell whose runs all diverged is NaN for claims, and is not
   reproduced, unless the paper's own number is NaN, which stands for "the paper says that it diverges".
-- A claim is reproduced if it holds for those numbers, and not run if a cell it looks at was not run.
+- A claim is reproduced if it holds for those numbers, and not run if a cell it looks at was not run. It says so where
+  it rests on single runs.
+- What is counted over all artifacts (`tally`) is counted once: a number that a table and a figure share, a sentence
+  that a paper says twice. Sentences of our own, and artifacts that repeat another with a choice of ours, are counted
+  apart.
 - Toy results have no verdicts: they show that the code runs, and nothing else.
 """
 
@@ -20,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from ..experiments.artifacts import Artifact, Cell
+from ..experiments.artifacts import Artifact, Cell, Claim
 from ..training.store import Computed, Record
 
 __all__ = [
@@ -31,15 +36,17 @@ __all__ = [
     "Judged",
     "Number",
     "Result",
+    "Tally",
     "Verdict",
     "choices",
     "evaluate",
     "gains",
     "metric_of",
+    "tally",
 ]
 
-Verdict = Literal["reproduced", "in part", "not reproduced", "not run", "measured", "toy"]
-VERDICTS: tuple[Verdict, ...] = ("reproduced", "in part", "not reproduced", "not run", "measured", "toy")
+Verdict = Literal["reproduced", "in part", "higher", "not reproduced", "not run", "measured", "toy"]
+VERDICTS: tuple[Verdict, ...] = ("reproduced", "in part", "higher", "not reproduced", "not run", "measured", "toy")
 
 
 def metric_of(values: Mapping[str, Any], metric: str) -> float | None:
@@ -133,8 +140,17 @@ class Number:
         if math.isnan(self.cell.paper):
             return "not reproduced" if self.values else "reproduced"
         # a little room, so that 0.1 + 0.2 is within 0.3
-        close = self.difference is not None and abs(self.difference) <= self.tolerance + 1e-9
-        return "reproduced" if close else "not reproduced"
+        if self.difference is None:
+            return "not reproduced"
+        if abs(self.difference) <= self.tolerance + 1e-9:
+            return "reproduced"
+        is_better = self.difference > 0 and self.artifact.metric.partition("@")[0].endswith("accuracy")
+        return "higher" if is_better and self.cell.runs else "not reproduced"
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it rests on one run, whose spread is not known."""
+        return bool(self.cell.runs) and self.n + self.diverged == 1
 
     @property
     def seconds(self) -> float | None:
@@ -162,6 +178,9 @@ class Judged:
     text: str
     verdict: Verdict
     note: str = ""  # how many runs it rests on, which cells diverged or are missing
+    ours: bool = False  # not the paper's sentence
+    sentence: str = ""  # what it is counted by
+    single: bool = False  # whether it rests on single runs
 
 
 @dataclass(frozen=True)
@@ -215,8 +234,9 @@ class Result:
         """How many of the numbers that the paper prints have this verdict."""
         return sum(number.verdict == verdict for number in self.numbers if number.cell.paper is not None)
 
-    def claims_that(self, verdict: Verdict) -> int:
-        return sum(claim.verdict == verdict for claim in self.claims)
+    def claims_that(self, verdict: Verdict, ours: bool = False) -> int:
+        """How many of the paper's sentences, or of our own, have this verdict."""
+        return sum(claim.verdict == verdict and claim.ours == ours for claim in self.claims)
 
     @property
     def verdict(self) -> Verdict:
@@ -227,8 +247,10 @@ class Result:
             return "toy"
         found = {n.verdict for n in self.numbers if n.cell.paper is not None} | {c.verdict for c in self.claims}
         if "reproduced" in found:
-            return "in part" if found & {"not reproduced", "not run"} else "reproduced"
-        return "not reproduced" if "not reproduced" in found else "measured"
+            return "in part" if found & {"higher", "not reproduced", "not run"} else "reproduced"
+        if "not reproduced" in found:
+            return "not reproduced"
+        return "higher" if "higher" in found else "measured"
 
 
 def evaluate(
@@ -244,7 +266,7 @@ def evaluate(
     for (row, column), value in values.items():  # what was computed and is no cell of the paper's table
         if (row, column) not in known:
             numbers.append(Number(Cell(row, column, ()), artifact, (), value, toy))
-    claims = tuple(_judge(artifact, claim.text, claim.holds, numbers, toy) for claim in artifact.claims)
+    claims = tuple(_judge(artifact, claim, numbers, toy) for claim in artifact.claims)
     return Result(artifact, tuple(numbers), claims, computed, toy)
 
 
@@ -271,24 +293,30 @@ class _Watched(Mapping[tuple[str, ...], float]):
         return len(self._numbers)
 
 
-def _judge(artifact: Artifact, text: str, holds: Any, numbers: Sequence[Number], toy: bool) -> Judged:
+def _judge(artifact: Artifact, claim: Claim, numbers: Sequence[Number], toy: bool) -> Judged:
+    judged = Judged(claim.text, "not run", ours=claim.ours, sentence=claim.sentence)
     values = _Watched(numbers)
     if not values:
-        return Judged(text, "not run")
+        return judged
     try:
-        true = bool(holds(values))
+        true = bool(claim.holds(values))
     except KeyError as error:
         missing = error.args[0] if error.args else ""
         place = " at ".join(map(str, missing)) if isinstance(missing, tuple) else str(missing)
-        return Judged(text, "not run", f"missing: {place}" if place else "")
+        return replace(judged, note=f"missing: {place}" if place else "")
     except Exception as error:
-        raise RuntimeError(f"claim {text!r} of {artifact.name} failed: {type(error).__name__}: {error}") from error
-    return Judged(text, "toy" if toy else "reproduced" if true else "not reproduced", _evidence(values.seen.values()))
+        raise RuntimeError(
+            f"claim {claim.text!r} of {artifact.name} failed: {type(error).__name__}: {error}"
+        ) from error
+    seen = tuple(values.seen.values())
+    verdict: Verdict = "toy" if toy else "reproduced" if true else "not reproduced"
+    return replace(judged, verdict=verdict, note=_evidence(seen), single=any(number.is_single for number in seen))
 
 
-def _evidence(seen: Any) -> str:
-    """What a claim rests on, where that is not simply all of the runs."""
-    notes = []
+def _evidence(seen: Sequence[Number]) -> str:
+    """What a claim rests on, where that is not simply all of several runs."""
+    single = [number for number in seen if number.is_single and not number.toy]
+    notes = ["single runs" if len(single) == len(seen) else "in part single runs"] if single else []
     short = [number for number in seen if number.n + number.diverged < number.wanted]
     if short:
         least = min(short, key=lambda number: number.n + number.diverged)
@@ -298,6 +326,74 @@ def _evidence(seen: Any) -> str:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         notes.append(f"diverged: {'; '.join(lost[:3])}{more}")
     return ". ".join(notes)
+
+
+# -- counted over all artifacts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Distinct numbers that the papers print and distinct sentences of theirs, and what became of them."""
+
+    reproduced: int = 0  # numbers
+    higher: int = 0
+    missed: int = 0
+    holds: int = 0  # sentences of the papers, wherever they were tried as the paper has it
+    holds_in_part: int = 0  # in one table of the paper, and not in another
+    fails: int = 0
+    single: int = 0  # of those that hold, how many rest on single runs, in whole or in part
+    ours: int = 0  # sentences of our own that hold
+    ours_fail: int = 0
+    repeated: int = 0  # claims that say again what another says, or try it with a choice of ours
+
+    @property
+    def numbers(self) -> int:
+        return self.reproduced + self.higher + self.missed
+
+    @property
+    def claims(self) -> int:
+        return self.holds + self.holds_in_part + self.fails
+
+
+def tally(results: Sequence[Result]) -> Tally:
+    """Every number and every sentence once, of those that were run; toy runs say nothing.
+
+    tally(written.results).holds
+    """
+    numbers: dict[Any, Verdict] = {}
+    sentences: dict[tuple[str, str], list[Judged]] = {}
+    own: list[Judged] = []
+    repeated = 0
+    for result in results:
+        decided = [claim for claim in result.claims if claim.verdict in ("reproduced", "not reproduced")]
+        own += [claim for claim in decided if claim.ours]
+        theirs = [claim for claim in decided if not claim.ours]
+        if result.artifact.variant_of:
+            repeated += len(theirs)
+            continue
+        for claim in theirs:
+            known = sentences.setdefault((result.paper, claim.sentence), [])
+            repeated += bool(known)
+            known.append(claim)
+        for number in result.numbers:
+            if number.cell.paper is not None and number.was_run and not number.toy:
+                runs = frozenset(run.key for run in number.cell.runs) or (number.cell.row, number.cell.column)
+                numbers[result.paper, result.artifact.metric, runs] = number.verdict
+    found = [{claim.verdict for claim in claims} for claims in sentences.values()]
+    single = [any(claim.single for claim in claims) for claims in sentences.values()]
+    verdicts = list(numbers.values())
+    return Tally(
+        reproduced=verdicts.count("reproduced"),
+        higher=verdicts.count("higher"),
+        missed=verdicts.count("not reproduced"),
+        holds=found.count({"reproduced"}),
+        holds_in_part=sum(len(one) > 1 for one in found),
+        fails=found.count({"not reproduced"}),
+        single=sum(alone for one, alone in zip(found, single, strict=True) if one == {"reproduced"}),
+        ours=sum(claim.verdict == "reproduced" for claim in own),
+        ours_fail=sum(claim.verdict == "not reproduced" for claim in own),
+        repeated=repeated,
+    )
 
 
 # -- what held-out images decide ---------------------------------------------------------------------------------------
@@ -346,6 +442,7 @@ class Gain:
     rescued: int  # columns where only the reference diverged
     lost: int  # columns where only the method diverged
     slowdown: float | None  # times as long per run, on the same hardware
+    single: bool = False  # whether any of it rests on single runs: that is no lead
 
     @property
     def mean(self) -> float:
@@ -395,11 +492,12 @@ def time_of(record: Record) -> float | None:
 def _gain(result: Result, row: str, reference: str | None) -> Gain | None:
     if reference is None or reference == row:
         return None
-    points, ratios, rescued, lost = [], [], 0, 0
+    points, ratios, rescued, lost, single = [], [], 0, 0, False
     for column in result.columns:
         ours, theirs = (result.by_cell.get((name, column)) for name in (row, reference))
         if ours is None or theirs is None or not ours.was_run or not theirs.was_run:
             continue
+        single |= ours.is_single or theirs.is_single
         if ours.values and theirs.values:
             points.append(ours.value - theirs.value)
             alone = all(r.together == 1 for number in (ours, theirs) for r in number.records)
@@ -410,7 +508,7 @@ def _gain(result: Result, row: str, reference: str | None) -> Gain | None:
     if not (points or rescued or lost):
         return None
     slowdown = statistics.median(ratios) if ratios else None
-    return Gain(row, reference, tuple(points), rescued, lost, slowdown)
+    return Gain(row, reference, tuple(points), rescued, lost, slowdown, single)
 
 
 def _hardware(number: Number) -> set[str]:

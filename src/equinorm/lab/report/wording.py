@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import counted
 from ..training.store import Record
-from .results import Chosen, Gain, Gains, Number, Result, Verdict, gains, time_of
+from .results import Chosen, Gain, Gains, Number, Result, Verdict, gains, tally, time_of
 
 if TYPE_CHECKING:
     from .headline import Cost, Summary
@@ -55,34 +55,37 @@ __all__ = [
 MARKS: dict[Verdict, str] = {
     "reproduced": "✓",
     "in part": "◐",
+    "higher": "▲",
     "not reproduced": "✗",
     "not run": "",
     "measured": "",
     "toy": "",
 }
-_DECIDED: tuple[Verdict, Verdict] = ("reproduced", "not reproduced")
 NONE = "\N{EN DASH}"
 _MINUS = "\N{MINUS SIGN}"
 _TOGETHER = "\N{NO-BREAK SPACE}"
 
 LEGEND = (
-    "✓ reproduced: within the tolerance, which stands in brackets after the difference. ✗ not reproduced. ◐ in part. "
-    "Diverged runs are counted, and are in no mean. Gains are in points of accuracy: the mean over the columns of a "
-    "table or figure, and the range; those within the spread of the runs mean little. Costs are the median time of a "
-    "run on its device; of runs that shared it, their part: an even one in logs without pace, whatever ran beside "
-    "them, and a lower bound in logs without device_seconds, where it is not known how many there were."
+    "✓ reproduced: within the tolerance, which stands in brackets after the difference. ▲ higher than the paper's "
+    "accuracy by more than that. ✗ not reproduced: lower, or another number. ◐ in part. Diverged runs are counted, "
+    "and are in no mean. Gains are in points of accuracy: the mean over the columns of a table or figure, and the "
+    "range; those within the spread of the runs mean little, and no method is the best by single runs. Costs are the "
+    "median time of a run on its device; of runs that shared it, their part: an even one in logs without pace, "
+    "whatever ran beside them, and a lower bound in logs without device_seconds, where it is not known how many "
+    "there were."
 )
 HEADLINE = (
     "Test accuracy on CIFAR-10 in %, mean ± standard deviation or median and interquartile range (IQR), and what the "
-    "paper prints, where it prints a number. The best of a line is bold; a difference is «within the spread» if it is "
-    "less than two standard errors. An empty cell: not in the paper, and not tried. The last lines are what a method "
-    "costs: the time of a training step; empty where it was not measured."
+    "paper prints, where it prints a number. The best of a line is bold; a difference is «within the spread» if it "
+    "is less than two standard errors. Nothing is bold where the highest is a single run, or all are: that is "
+    "undecided. An empty cell: not in the paper, and not tried. The last lines are what a method costs: the time of "
+    "a training step; empty where it was not measured."
 )
 IN_SHORT = ("method", "best or level with the best in", "over no norm", "over BatchNorm", "time of a step")
 SHORTLY = (
     "By method, over the settings of the table below: in which it is the best or behind the best by less than two "
     "standard errors, its lead in points of test accuracy on CIFAR-10 from the least to the largest, and the time of a "
-    "training step over networks, where no norm is 1. MSR is mean shift rejection. Some settings are single runs."
+    "training step over networks, where no norm is 1. MSR is mean shift rejection. Single runs are in none of this."
 )
 CHOICE = ("chosen for", "setting", "held-out accuracy", "next best", "candidates run")
 TOY = (
@@ -198,16 +201,27 @@ def counts(result: Result) -> str:
     if result.toy:
         return "toy, no verdict"
     parts = []
+    higher = result.count("higher")
     pairs = (
-        ("number", result.count("reproduced"), result.count("not reproduced")),
-        ("claim", result.claims_that("reproduced"), result.claims_that("not reproduced")),
+        ("number", result.count("reproduced"), higher, result.count("not reproduced")),
+        ("claim", result.claims_that("reproduced"), 0, result.claims_that("not reproduced")),
     )
-    for name, good, bad in pairs:
-        if good + bad:
-            parts.append(f"{good} of {counted(good + bad, name)}")
-    said = " and ".join(parts) + " reproduced" if parts else "measured; the paper prints no number to compare with"
+    for name, good, above, bad in pairs:
+        if good + above + bad:
+            parts.append(f"{good} of {counted(good + above + bad, name)}")
+    own = {verdict: result.claims_that(verdict, ours=True) for verdict in ("reproduced", "not reproduced")}
+    said = [" and ".join(parts) + " reproduced"] if parts else []
+    if higher:
+        said.append(f"{counted(higher, 'number')} higher than in the paper")
+    if sum(own.values()):
+        said.append(f"{own['reproduced']} of {counted(sum(own.values()), 'claim')} of ours {_hold(own['reproduced'])}")
+    said = said or ["measured; the paper prints no number to compare with"]
     missing = result.wanted - len(result.records)
-    return f"{said}; {missing} of {result.wanted} runs are missing" if missing else said
+    return "; ".join([*said, *[f"{missing} of {result.wanted} runs are missing"] * bool(missing)])
+
+
+def _hold(number: int) -> str:
+    return "holds" if number == 1 else "hold"
 
 
 # -- which method helps ------------------------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ def gain(found: Gain | None) -> str:
         parts.append(f"trains in {found.rescued} where {found.reference} diverges")
     if found.lost:
         parts.append(f"diverges in {found.lost} where {found.reference} trains")
-    return "; ".join(parts)
+    return "; ".join(parts) + (" (in part single runs)" if found.single else "")
 
 
 def slowdown(found: Gain | None) -> str:
@@ -269,7 +283,10 @@ def slowdown(found: Gain | None) -> str:
 
 @dataclass(frozen=True)
 class Glance:
-    """A line of the first table: the best method of an artifact, by how much, and at what cost."""
+    """A line of the first table: the best method of an artifact, by how much, and at what cost.
+
+    There is none where nothing is compared, and where what is ahead rests on single runs.
+    """
 
     result: Result
     best: str
@@ -293,7 +310,12 @@ def glance(result: Result) -> Glance:
     scores[next(iter(against.values())).reference] = 0.0
     best = max(scores, key=lambda row: scores[row])
     own = [number for number in result.numbers if number.cell.row == best]
-    near = tuple(row for row in scores if row != best and scores[row] > scores[best] - _spread(own))
+    if any(number.is_single for number in own) or all(gain.single for gain in against.values()):
+        return Glance(result, NONE, Gains(None, None), _cost(result.numbers))
+    singles = {number.cell.row for number in result.numbers if number.is_single}
+    near = tuple(
+        row for row in scores if row != best and row not in singles and scores[row] > scores[best] - _spread(own)
+    )
     both = found.get(best, Gains(None, None))
     cost = ", ".join(text for text in (_cost(own), slowdown(both.first)) if text != NONE) or NONE
     return Glance(result, best, both, cost, near)
@@ -324,12 +346,27 @@ def summary(results: Sequence[Result]) -> str:
     runs = len({record.run.key for result in run for record in result.records})
     if any(result.toy for result in run):
         return f"{len(run)} of {len(results)} tables and figures were run at toy size, {runs} runs."
-    good, bad = (sum(result.count(verdict) for result in run) for verdict in _DECIDED)
-    holds, fails = (sum(result.claims_that(verdict) for result in run) for verdict in _DECIDED)
-    return (
-        f"{len(run)} of {len(results)} tables and figures have been run, {runs:,} runs in all. Of the numbers that the "
-        f"papers print {good} of {good + bad} are reproduced, of what the papers claim {holds} of {holds + fails}."
-    )
+    found = tally(run)
+    sentences = [f"{len(run)} of {len(results)} tables and figures have been run, {runs:,} runs in all."]
+    if found.numbers:
+        sentences.append(
+            f"Of {counted(found.numbers, 'number')} that the papers print {found.reproduced} "
+            f"{'is' if found.reproduced == 1 else 'are'} reproduced; "
+            f"{found.higher} came out higher than printed, {found.missed} lower or otherwise different."
+        )
+    if found.claims:
+        text = f"Of {counted(found.claims, 'claim')} of the papers {found.holds} {_hold(found.holds)}"
+        text += f" ({found.single} of them by single runs, at least in part)" if found.single else ""
+        text += f", {found.holds_in_part} in one place and not in another" if found.holds_in_part else ""
+        sentences.append(f"{text}, and {found.fails} {'does' if found.fails == 1 else 'do'} not.")
+    apart = []
+    if found.ours + found.ours_fail:
+        apart.append(f"{found.ours} of {counted(found.ours + found.ours_fail, 'claim')} of our own {_hold(found.ours)}")
+    if found.repeated:
+        apart.append(f"{found.repeated} repeat another or try it otherwise")
+    if apart:
+        sentences.append(f"Counted apart: {'; '.join(apart)}.")
+    return " ".join(sentences)
 
 
 # -- where numbers come from -------------------------------------------------------------------------------------------
