@@ -156,7 +156,14 @@ def balance_(
     if not 0 < tol < float("inf"):
         raise ValueError(f"tol must be a positive number, got {tol!r}")
     start = time.monotonic()
-    symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, verify=verify)
+    symmetry = symmetry_of(
+        model,
+        example_inputs,
+        symmetry,
+        keep=keep,
+        verify=verify,
+        invariances=symmetry is None and criterion.invariances,
+    )
     frozen = frozen or ("keep" if trains(symmetry.model) else "move")
     kept = untrained(symmetry) if frozen == "keep" else ()
     symmetry = symmetry.holding(kept)
@@ -234,7 +241,7 @@ def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None
     >>> symmetry = symmetry_of(model, example_inputs, None, keep="head")
     """
     if symmetry is not None:
-        if options.pop("keep", ()) or any(value not in ("preserve", None) for value in options.values()):
+        if options.pop("keep", ()) or any(value not in ("preserve", None, False) for value in options.values()):
             raise TypeError(
                 "keep, batchnorm and verify are choices of equinorm.trace: pass them there, not with symmetry="
             )

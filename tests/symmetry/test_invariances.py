@@ -65,6 +65,21 @@ def image(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.Conv2d(6, 2, 1))
 
 
+class Words(nn.Module):
+    """A norm that reads an embedding, with nothing between: rows of a table are multiplied by what they are made of."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(7, 5), RMSNorm(5), nn.Linear(5, 7, bias=False)
+        self.branch = nn.Linear(5, 5)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x[:, 0].abs().long() % 7)
+        return self.head(self.norm(y + self.branch(self.norm(y))))
+
+
 X, IMAGES = x2(6, 3), x2(4, 3, 5, 5)
 # Gains carry one scale for each channel in any case; the stream's one comes on top.
 CASES: dict[str, Case] = {
@@ -86,6 +101,9 @@ CASES: dict[str, Case] = {
     "residual_stream": (lambda: Block(RMSNorm), X, 1 + 3 * 5),
     "residual_stream_of_torch": (lambda: Block(lambda n: nn.LayerNorm(n, eps=0.1)), X, 1 + 3 * 5),
     "residual_stream_stored_minus_one": (lambda: Block(lambda n: RMSNorm(n, stored_minus_one=True)), X, 1 + 3 * 5),
+    # the stream's; tied to it, behind the norm one that does the opposite
+    "embedding": (lambda: Words(tied=False), X, 1 + 5),
+    "tied_embedding": (lambda: Words(tied=True), X, 1),
     "no_epsilon": (lambda: line(nn.LayerNorm(6, eps=0.0)), X, 6 + 1),
 }  # fmt: skip
 

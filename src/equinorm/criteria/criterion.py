@@ -62,6 +62,8 @@ class Criterion:
     """The slope (relative to the value) or the imbalance that is accepted, where `balance_` is not given one."""
     unit = "value"
     """What is measured, for reports."""
+    invariances: bool = False
+    """Whether `balance_` is to trace with `invariances=True`, so that what norms absorb can be moved."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if isinstance(v, int | float | str))

@@ -60,6 +60,8 @@ def multiply(t: Interpreter, x: Value, y: Value, inverse: bool = False) -> Value
         x = activation(t.labels(x))
     if x.parameter is not None and not inverse:
         x, y = y, x
+    if y.table and y.parameter is not None and any(not role.freezes for role in t.forms[y.parameter].roles):
+        y = activation(t.labels(y))  # a norm multiplies what was read from an embedding by what it made of it
     if y.parameter is not None:
         if x.static and not inverse and t.all_frozen(t.labels(x)):
             return y.expanded(shape)
