@@ -83,7 +83,7 @@ def _by_paper(results: Sequence[Result], suffix: str, toy: bool) -> Table:
         where = Words(name, to=f"{name}{suffix}" if suffix else f"#{name}")
         counts = [str(count) if found.numbers else "" for count in (found.reproduced, found.higher, found.missed)]
         claims = f"{found.holds} of {found.claims}" if found.claims else ""
-        cells = ((where, *about), f"{len(run)} of {len(mine)}", *counts, claims)
+        cells: tuple[Line, ...] = ((where, *about), f"{len(run)} of {len(mine)}", *counts, claims)
         rows.append(Row(cells[:2] if toy else cells))
     head = (
         "paper",
