@@ -24,6 +24,12 @@ try:
     import tyro
     from tyro.conf import Positional, UseAppendAction
 except ImportError:
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(
+            "equinorm: balance, convert, fold, diagnose and reproduce from the command line.\n"
+            "Commands need a few packages more than the library: pip install 'equinorm[lab]'"
+        )
+        sys.exit(0)
     sys.exit("equinorm: the command line needs more than the library: pip install 'equinorm[lab]'")
 
 # -- options that commands share ---------------------------------------------------------------------------------------
@@ -553,8 +559,10 @@ class Report:
     """Put every number next to the paper's: README.md, index.html and figures, from the runs in the results folder."""
 
     artifact: Annotated[
-        str | None,
-        arg(metavar="NAME", help="Print what there is on this table, figure or paper, and draw its figures only."),
+        Positional[str | None],
+        arg(
+            metavar="[ARTIFACT]", help="Print what there is on this table, figure or paper, and draw its figures only."
+        ),
     ] = None
     results: Results = None
     toy: Toy = False
@@ -572,15 +580,12 @@ class Report:
         if not store.folder.is_dir():
             raise _user_error(f"there is no folder {store.folder}: name the one with your runs with --results")
         if self.artifact is not None:
-            from rich.console import Console
-            from rich.markdown import Markdown
-
             for artifact in chosen([self.artifact]):  # `section` takes the toy version itself
-                text = report.section(store, artifact, store.folder, self.toy)
+                section = report.section(store, artifact, store.folder, self.toy)
                 if sys.stdout.isatty():
-                    Console().print(Markdown(text))
+                    _show([section])
                 else:
-                    print(text + "\n")
+                    print(report.markdown.render([section]))
             return
         with _step("writing the report"):
             written = report.write(store, store.folder, toy=self.toy, tensorboard=self.tensorboard)
@@ -589,7 +594,7 @@ class Report:
         run = sum(result.was_run for result in written.results)
         print(
             f"{run} of {len(written.results)} tables and figures have results. "
-            f"Written: {written.readme}, {written.page}"
+            f"Written: {written.readme}, a page for each paper, {written.page}"
         )
 
 
@@ -624,6 +629,14 @@ class Bench:
             quick=self.quick, repeats=self.repeats, minutes=self.minutes,
         )  # fmt: skip
         print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)))
+
+
+def _show(blocks: Sequence[Any]) -> None:
+    from rich.console import Console
+
+    from .lab.report import terminal
+
+    terminal.show(blocks, Console())
 
 
 def _list_artifacts() -> None:

@@ -16,7 +16,7 @@ from ..errors import counted, meant
 from ..models.handle import Handle
 from ..models.layers import LAYERS, TRANSPOSED
 from ..models.parametrized import originals, parametrized_layers
-from ..models.unwrapping import unwrap
+from ..models.unwrapping import unwrap, unwrap_optimizers
 from .functional import Filters, Over, mean_over, project_all_, tangent_all_
 from .parametrization import UnitFilter, has_unit_filters
 
@@ -58,7 +58,7 @@ class UnitFilters:
         layers: Iterable[str] = (),
         parameters: Iterable[Tensor] = (),
     ) -> None:
-        self.optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        self.optimizers = unwrap_optimizers(optimizer)
         for one in self.optimizers:
             if not isinstance(one, Optimizer):
                 raise TypeError(
