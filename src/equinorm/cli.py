@@ -24,6 +24,12 @@ try:
     import tyro
     from tyro.conf import Positional, UseAppendAction
 except ImportError:
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(
+            "equinorm: balance, convert, fold, diagnose and reproduce from the command line.\n"
+            "Commands need a few packages more than the library: pip install 'equinorm[lab]'"
+        )
+        sys.exit(0)
     sys.exit("equinorm: the command line needs more than the library: pip install 'equinorm[lab]'")
 
 # -- options that commands share ---------------------------------------------------------------------------------------
@@ -320,6 +326,48 @@ class Diagnose:
 
 
 @dataclass(frozen=True)
+class Compare:
+    """Say how far two models are apart, whatever rescaling they are given in: 0 if one is a rescaling of the other."""
+
+    a: Annotated[
+        Positional[str], arg(metavar="A", help="A model (see `equinorm trace --help`), or with --model a checkpoint.")
+    ]
+    b: Annotated[Positional[str], arg(metavar="B", help="The other one, of the same architecture.")]
+    model: Annotated[
+        str | None, arg(metavar="MODEL", help="The model that both are checkpoints of, such as torchvision:resnet18.")
+    ] = None
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    json: Json = False
+
+    def run(self) -> None:
+        from .comparison import compare
+        from .errors import UserError
+
+        one, two = (self._begun(name) for name in (self.a, self.b))
+        with _step("comparing"):
+            try:
+                found = compare(one.model, two.model, None, symmetry=one.symmetry)
+            except (ValueError, OverflowError) as error:
+                raise UserError(str(error)) from error
+        if self.json:
+            parts = {name: part for name, part in found.parts if part > 0}
+            names = {"a": self.a, "b": self.b, "model": self.model, "same": found.same}
+            _print_json({**names, **asdict(found), "parts": parts})
+        else:
+            print(found)
+
+    def _begun(self, name: str) -> _Work:
+        from .errors import UserError
+
+        if self.model is not None:
+            return _Work.begin(Trace(self.model, Path(name), self.input, self.model_args))
+        if Path(name).is_file():
+            raise UserError(f"which model is {name} a checkpoint of? Name it, such as --model torchvision:resnet18")
+        return _Work.begin(Trace(name, None, self.input, self.model_args))
+
+
+@dataclass(frozen=True)
 class Demo:
     """ENorm in deep nets, and every family on one net, on scikit-learn's digits: tables, a picture, a minute on two
     cores."""
@@ -511,8 +559,10 @@ class Report:
     """Put every number next to the paper's: README.md, index.html and figures, from the runs in the results folder."""
 
     artifact: Annotated[
-        str | None,
-        arg(metavar="NAME", help="Print what there is on this table, figure or paper, and draw its figures only."),
+        Positional[str | None],
+        arg(
+            metavar="[ARTIFACT]", help="Print what there is on this table, figure or paper, and draw its figures only."
+        ),
     ] = None
     results: Results = None
     toy: Toy = False
@@ -530,15 +580,12 @@ class Report:
         if not store.folder.is_dir():
             raise _user_error(f"there is no folder {store.folder}: name the one with your runs with --results")
         if self.artifact is not None:
-            from rich.console import Console
-            from rich.markdown import Markdown
-
             for artifact in chosen([self.artifact]):  # `section` takes the toy version itself
-                text = report.section(store, artifact, store.folder, self.toy)
+                section = report.section(store, artifact, store.folder, self.toy)
                 if sys.stdout.isatty():
-                    Console().print(Markdown(text))
+                    _show([section])
                 else:
-                    print(text + "\n")
+                    print(report.markdown.render([section]))
             return
         with _step("writing the report"):
             written = report.write(store, store.folder, toy=self.toy, tensorboard=self.tensorboard)
@@ -547,7 +594,7 @@ class Report:
         run = sum(result.was_run for result in written.results)
         print(
             f"{run} of {len(written.results)} tables and figures have results. "
-            f"Written: {written.readme}, {written.page}"
+            f"Written: {written.readme}, a page for each paper, {written.page}"
         )
 
 
@@ -558,7 +605,9 @@ class Bench:
 
     parts: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint."),
+        arg(
+            metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint, sharded."
+        ),
     ] = ()
     only: Annotated[
         UseAppendAction[tuple[str, ...]],
@@ -582,6 +631,14 @@ class Bench:
             quick=self.quick, repeats=self.repeats, minutes=self.minutes,
         )  # fmt: skip
         print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)))
+
+
+def _show(blocks: Sequence[Any]) -> None:
+    from rich.console import Console
+
+    from .lab.report import terminal
+
+    terminal.show(blocks, Console())
 
 
 def _list_artifacts() -> None:
@@ -610,6 +667,7 @@ Command = (
     Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Balance, tyro.conf.subcommand("balance")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]

@@ -114,7 +114,7 @@ class ENorm:
             raise ValueError(
                 f"nothing to rescale: every scale of {type(symmetry.model).__name__} is held by parameters that do not "
                 f"train ({names}): they have requires_grad=False, or the optimizer does not hold them. Make it from "
-                'model\'s parameters (after moving, copying or loading the model), or ask for frozen="move"'
+                "this model's parameters (after moving, copying or loading the model), or ask for frozen='move'"
             )
         if not symmetry.num_scales:
             raise ValueError(f"nothing to rescale.\n{symmetry.explain().summary}")
