@@ -211,7 +211,7 @@ def test_errors_name_what_is_inside() -> None:
     private = partial(DPOptimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4)
     for wrap in (Accelerator(cpu=True).prepare, private):
         refused = wrap(SOAP(model.parameters(), lr=0.1))
-        with pytest.raises(TypeError, match="^SOAP cannot follow a rescaling of the weights: it preconditions by"):
+        with pytest.raises(TypeError, match=r"^SOAP cannot follow a rescaling of the weights: it preconditions by"):
             equinorm.ENorm(model, refused, X)
         optimizer = Unknown(model.parameters())
         optimizer.step()
