@@ -700,7 +700,9 @@ class Bench:
 
     parts: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint."),
+        arg(
+            metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint, sharded."
+        ),
     ] = ()
     only: Annotated[
         UseAppendAction[tuple[str, ...]],

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..errors import counted, meant
+from ..models.flat import refuse_flat_model, refuse_flat_optimizer
 from ..models.handle import Handle
 from ..models.layers import LAYERS, TRANSPOSED
 from ..models.parametrized import originals, parametrized_layers
@@ -34,6 +35,9 @@ class UnitFilters:
 
     Nothing happens before `attach()`, and nothing in it: filters that do not have length 1 get it with the first step
     or with `project_()`. What the optimizer remembers is left as it is.
+
+    Parameters may be sharded (DTensor: FSDP2), with `unit_filters_` on the model before; along the axis of the filters
+    nothing is communicated.
 
     Args:
         model: whose layers `unit_filters_` was put on; or any other, with `layers` or `parameters`.
@@ -59,11 +63,14 @@ class UnitFilters:
         parameters: Iterable[Tensor] = (),
     ) -> None:
         self.optimizers = unwrap_optimizers(optimizer)
-        for one in self.optimizers:
+        given: tuple[Any, ...] = self.optimizers
+        for one in given:
             if not isinstance(one, Optimizer):
+                refuse_flat_optimizer(one)
                 raise TypeError(
                     f"expected a torch.optim.Optimizer, got {type(one).__name__}; of a wrapper, pass what it wraps"
                 )
+        refuse_flat_model(model)
         _check_project(project)
         self.model = model
         self.zero_mean, self.project, self.tangent = zero_mean, project, tangent
