@@ -89,9 +89,9 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _optimizer_inside(optimizer: Any) -> Any:
+def _optimizer_inside(optimizer: Any) -> Any | None:
     for name in OPTIMIZERS:
-        inner = getattr(optimizer, name, None)
+        inner: Any = getattr(optimizer, name, None)
         if inner is optimizer or not hasattr(inner, "param_groups"):
             continue
         if getattr(optimizer, "param_groups", inner.param_groups) is inner.param_groups:
