@@ -57,7 +57,7 @@ class Training:
         groups = param_groups_weight_decay(model, 0.01, no_weight_decay_list=equinorm.no_weight_decay(model))
         optimizer = create_optimizer_v2(groups, opt="adamw", lr=5e-3)
         ema = ModelEmaV3(model, decay=0.9)
-        enorm = equinorm.ENorm(model, optimizer, example, companions=[ema.module])
+        enorm = equinorm.ENorm(model, optimizer, example, companions=[ema])
         enorm.attach()
         return cls(model, ema, optimizer, CosineLRScheduler(optimizer, epochs, lr_min=1e-5), enorm)
 

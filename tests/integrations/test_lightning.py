@@ -188,3 +188,31 @@ def test_averaged_weights_move_along(part: str | None, tmp_path: Path) -> None:
         seen.append(average.seen)
     for expected, found in zip(*seen, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+class ByHand(Classifier):
+    """Two optimizers, stepped by the module itself."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        muon, adamw = self.optimizers()
+        muon.zero_grad()
+        adamw.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        muon.step()
+        adamw.step()
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim < 2]
+        return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)
+
+
+@pytest.mark.shows(
+    "Lightning", "ENormCallback on a module's two optimizers, Muon and AdamW: resumed bitwise", "lightning"
+)
+def test_two_optimizers_resume_bitwise(tmp_path: Path) -> None:
+    assert_resumes(lambda: ByHand(dense()), lambda: ENormCallback(c=1.2), tmp_path, loader(6))

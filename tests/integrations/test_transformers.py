@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+)
 from transformers import TrainingArguments as Arguments
 
+import equinorm
 from equinorm.integrations.transformers import ENormCallback
 
 
@@ -101,6 +110,35 @@ def test_a_language_model_resumes_bitwise(tmp_path: Path) -> None:
     assert trainer.state.global_step == 8
 
 
+OPTIMIZERS = [
+    "adafactor",
+    "adamw_8bit",
+    "ademamix_8bit",
+    "lion_8bit",
+    "lion_32bit",
+    "rmsprop_bnb_8bit",
+    "schedule_free_adamw",
+    "schedule_free_radam",
+    "schedule_free_sgd",
+]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.shows(
+    "transformers",
+    "ENormCallback with Adafactor, 8-bit Adam, Lion (8 and 32 bits) and schedule-free, resumed bitwise",
+    "transformers",
+    "bitsandbytes",
+    "schedulefree",
+)
+def test_optimizers_of_the_trainer(optim: str, tmp_path: Path) -> None:
+    whole, resumed = bert(), bert()
+    options = {"optim": optim, "lr_scheduler_type": "constant"}
+    train(whole, tmp_path, ENormCallback(c=1.2), sentences(3), **options)
+    train(resumed, tmp_path, ENormCallback(c=1.2), sentences(3), resume=str(tmp_path / "checkpoint-4"), **options)
+    assert_same(whole, resumed)
+
+
 def test_a_resume_without_the_file_is_refused(tmp_path: Path) -> None:
     train(bert(), tmp_path, ENormCallback(c=1.2), sentences(3))
     (tmp_path / "checkpoint-4" / "enorm.pt").unlink()
@@ -144,3 +182,63 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     assert callback.enorm is None
     assert not trainer.optimizer.optimizer._optimizer_step_post_hooks
     assert not trainer.model._forward_pre_hooks
+
+
+# -- saved its way -----------------------------------------------------------------------------------------------------
+
+
+def resnet() -> ResNetForImageClassification:
+    torch.manual_seed(4)
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=3, num_channels=3
+    )
+    return ResNetForImageClassification(config)
+
+
+IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: nn.Module, inputs: Any) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(**inputs).logits
+    return found
+
+
+@pytest.mark.parametrize("method", ["equinorm", "msr", "weightnorm", "groupnorm"])
+@pytest.mark.shows(
+    "transformers", "save_pretrained: a converted model is refused, a folded one loads again", "transformers"
+)
+def test_a_converted_model_is_folded_first(method: str, tmp_path: Path) -> None:
+    pixels = {"pixel_values": IMAGES}
+    model, _ = equinorm.convert(resnet(), method, pixels)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.train()(**pixels, labels=torch.arange(4) % 3).loss.backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"would load this ResNetForImageClassification with other outputs.*Fold first"):
+        model.save_pretrained(tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
+    if method == "groupnorm":  # which depends on the input, so that it cannot be folded
+        return
+    plain, _ = equinorm.fold(model.eval(), pixels)
+    plain.save_pretrained(tmp_path / "folded")
+    loaded = ResNetForImageClassification.from_pretrained(tmp_path / "folded")
+    torch.testing.assert_close(logits(loaded, pixels), logits(model, pixels), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.shows(
+    "transformers", "save_pretrained: a balanced model loads again with the same outputs", "transformers"
+)
+def test_a_balanced_model_loads_again(make: Any, tmp_path: Path) -> None:
+    model, tokens = make().eval(), {"input_ids": torch.arange(12).view(2, 6)}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("intermediate.dense.weight", "up_proj.weight")):
+                p.mul_(9.0)
+    expected = logits(model, tokens)
+    assert equinorm.balance_(model, tokens)
+    torch.testing.assert_close(logits(model, tokens), expected, rtol=1e-3, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert logits(type(model).from_pretrained(tmp_path), tokens).equal(logits(model, tokens))
