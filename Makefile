@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKE
 # The environment of `make test-integrations`: other people's programs, too many for the one of `make test`.
 INTEGRATIONS := .venv-integrations
 
-.PHONY: demo test test-all test-integrations bench lint format clean
+.PHONY: demo test test-all test-integrations bench docs package lint format clean
 
 demo: $(VENV)/.lab
 	$(BIN)/equinorm demo
@@ -26,7 +26,7 @@ test-all: lint
 # The log is what docs/integrations.md is made of: scripts/integrations_table.py.
 test-integrations: $(INTEGRATIONS)/.installed
 	mkdir -p out
-	bash -o pipefail -c 'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PYTEST_ARGS) \
+	bash -o pipefail -c 'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest --no-header tests/integrations $(PYTEST_ARGS) \
 		| tee out/integrations.txt'
 
 lint: $(VENV)/.dev
@@ -40,6 +40,17 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/equinorm bench --out out/bench
+
+# Warnings are errors, and the tutorials are executed.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	@echo "Written: build/site/index.html"
+
+# The wheel, and what a user sees who installs it: without extras, then with those of the demo.
+package: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python scripts/try_wheel.py dist/*.whl
 
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -61,6 +72,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(TORCHVISION) | $(BIN)/python
 	$(INSTALL) --editable '.[lab,dev]'
 	$(BIN)/python $(TORCHVISION)
 	touch $@ $(VENV)/.lab
+
+$(VENV)/.docs: $(VENV)/.lab
+	$(INSTALL) --editable '.[lab,docs]' timm torchvision
+	$(BIN)/python $(TORCHVISION)
+	touch $@
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints-integrations.txt $(TORCHVISION)
 	$(PYTHON) -m venv $(INTEGRATIONS)

@@ -21,7 +21,7 @@ from equinorm.lab.record.log import Log
 from equinorm.lab.training.store import Store
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 # a block of Python that starts with an import, and the block of text that follows it directly, if one does
 BLOCK = re.compile(r"^```python\n(import .*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
@@ -46,6 +46,19 @@ def test_snippet(code: str, printed: str | None, tmp_path: Path, monkeypatch: py
         exec(compile(code, "example/net.py", "exec"), module.__dict__)
     if printed is not None:
         assert out.getvalue().splitlines() == printed.splitlines()
+
+
+CELL = re.compile(r"^```\{code-cell\}\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["enorm", "explain", "without_batch_statistics"])  # `make docs` runs all of them
+def test_tutorial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("tutorial")
+    for number, cell in enumerate(CELL.findall(text)):
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(cell, f"{name}.md, cell {number + 1}", "exec"), module.__dict__)
 
 
 def test_there_are_snippets() -> None:

@@ -23,7 +23,10 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import equinorm
 from equinorm.lab.bench.llama import Llama
+from equinorm.lab.bench.traffic import Traffic
 from equinorm.msr import parameter_groups
+from equinorm.unitfilters import parameter_groups as filter_groups
+from support.grids import diagonal
 from support.ranks import Ranks
 
 STEPS, BATCH = 20, 8
@@ -69,6 +72,12 @@ def example(name: str) -> Tensor:
 
 
 @cache
+def symmetry_of(name: str) -> equinorm.Symmetry:
+    """Traced once in each process, on a copy that nobody else has."""
+    return equinorm.trace(net(name), example(name))
+
+
+@cache
 def batches(name: str) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     if name == "llama":
@@ -95,6 +104,9 @@ def shard_(model: nn.Module, how: str) -> tuple[int, int]:
     if how == "tensor":
         tensor_parallel_(model, init_device_mesh("cpu", (size,)))
         return 0, 1
+    if how == "hybrid":  # copies of shards: FSDP2 in pairs, the pairs as in data parallel
+        fsdp_(model, init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "shards")))
+        return dist.get_rank(), size
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
     tensor_parallel_(model, mesh["tensor"])
     fsdp_(model, mesh["data"])
@@ -152,10 +164,9 @@ def state_of(model: nn.Module, optimizer: Optimizer, enorm: equinorm.ENorm) -> S
 
 def sharded_run(name: str, how: str, optimizer_name: str, bias: str) -> State:
     model = net(name)
-    symmetry = equinorm.trace(model, example(name))
     part = shard_(model, how)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    enorm = equinorm.ENorm(model, optimizer, symmetry=symmetry, c=1.2, bias=bias)
+    enorm = equinorm.ENorm(model, optimizer, symmetry=symmetry_of(name), c=1.2, bias=bias)
     assert enorm.backend == "sharded"
     enorm.attach()
     train(model, optimizer, name, part)
@@ -166,7 +177,7 @@ def sharded_run(name: str, how: str, optimizer_name: str, bias: str) -> State:
 def alone(name: str, optimizer_name: str, bias: str) -> State:
     model = net(name)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    enorm = equinorm.ENorm(model, optimizer, example(name), c=1.2, bias=bias)
+    enorm = equinorm.ENorm(model, optimizer, symmetry=symmetry_of(name), c=1.2, bias=bias)
     enorm.attach()
     train(model, optimizer, name)
     return state_of(model, optimizer, enorm)
@@ -182,22 +193,63 @@ def assert_equal(states: list[State], expected: State) -> None:
             assert torch.equal(state[key], states[0][key]), key
 
 
-@pytest.mark.parametrize("how", ["fsdp", "tensor"])
-@pytest.mark.parametrize(
-    ("name", "optimizer", "bias"),
-    [("llama", "adamw", "plain"), ("residual", "sgd", "safe"), ("residual", "adamw", "safe")],
-)
-def test_enorm_is_that_of_one_process(how: str, name: str, optimizer: str, bias: str, ranks: Pools) -> None:
+def cells(*ways: str) -> list[Any]:
+    return diagonal(("residual", "llama"), ways, ("adamw", "sgd"), ("safe", "plain"))
+
+
+@pytest.mark.parametrize(("name", "how", "optimizer", "bias"), cells("fsdp", "tensor"))
+def test_enorm_is_that_of_one_process(name: str, how: str, optimizer: str, bias: str, ranks: Pools) -> None:
     assert_equal(ranks(2).run(sharded_run, name, how, optimizer, bias), alone(name, optimizer, bias))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["fsdp", "both"])
-@pytest.mark.parametrize("bias", ["plain", "safe"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["llama", "residual"])
-def test_enorm_over_four_processes(how: str, name: str, optimizer: str, bias: str, ranks: Pools) -> None:
+@pytest.mark.parametrize(("name", "how", "optimizer", "bias"), cells("both", "fsdp"))
+def test_enorm_over_four_processes(name: str, how: str, optimizer: str, bias: str, ranks: Pools) -> None:
     assert_equal(ranks(4).run(sharded_run, name, how, optimizer, bias), alone(name, optimizer, bias))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "optimizer"), [("llama", "sgd"), ("residual", "adamw")])
+def test_enorm_over_copies_of_shards(name: str, optimizer: str, ranks: Pools) -> None:
+    assert_equal(ranks(4).run(sharded_run, name, "hybrid", optimizer, "safe"), alone(name, optimizer, "safe"))
+
+
+# -- what goes over the wire -----------------------------------------------------------------------------------------
+
+
+def communicated(name: str, how: str, cycles: int) -> tuple[list[tuple[str, int]], int]:
+    """The collectives of one step of ENorm alone, with how many numbers each has, and the number of scales."""
+    model = net(name)
+    part = shard_(model, how)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    enorm = equinorm.ENorm(model, optimizer, symmetry=symmetry_of(name), c=1.2, cycles=cycles)
+    train(model, optimizer, name, part, steps=1)
+    with Traffic() as seen:
+        enorm.step()
+    return [(one.name, one.numbers) for one in seen.collectives], enorm.symmetry.num_scales
+
+
+@pytest.mark.parametrize(("name", "how", "cycles"), diagonal(("llama", "residual"), ("fsdp", "tensor"), (1, 3)))
+def test_a_cycle_adds_up_two_numbers_for_each_scale(name: str, how: str, cycles: int, ranks: Pools) -> None:
+    """And sends nothing else: no weight, gradient or state is gathered. One sum for each layer that opens scales."""
+    for collectives, scales in ranks(2).run(communicated, name, how, cycles):
+        assert {kind for kind, _ in collectives} == {"all_reduce"}
+        assert sum(numbers for _, numbers in collectives) <= 2 * scales * cycles
+        assert len(collectives) == cycles * len(symmetry_of(name).birth.unique())
+
+
+def gathered_weight() -> list[tuple[str, int]]:
+    model = net("residual")
+    shard_(model, "fsdp")
+    with Traffic() as seen:
+        whole(model.stem.weight)
+        dist.all_reduce(torch.ones(3))
+    return [(one.name, one.numbers) for one in seen.collectives]
+
+
+def test_a_gathered_weight_would_be_seen(ranks: Pools) -> None:
+    padded = 8 * 3 * 3 * 3  # of seven filters each of two processes sends four
+    for collectives in ranks(2).run(gathered_weight):
+        assert collectives == [("all_gather", padded), ("all_reduce", 3)]
 
 
 # -- balance_ ------------------------------------------------------------------------------------------------------
@@ -212,17 +264,16 @@ BALANCING: list[tuple[str, dict[str, Any]]] = [
 
 def balanced(name: str, how: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     model = net(name)
-    symmetry = equinorm.trace(model, example(name))
     shard_(model, how)
-    report = equinorm.balance_(model, symmetry=symmetry, **options)
+    report = equinorm.balance_(model, symmetry=symmetry_of(name), **options)
     return {key: whole(q.detach()) for key, q in model.named_parameters()}, report
 
 
-@pytest.mark.parametrize("how", ["fsdp", "tensor"])
-@pytest.mark.parametrize(("name", "options"), BALANCING)
-def test_balancing_is_that_of_one_process(how: str, name: str, options: dict[str, Any], ranks: Pools) -> None:
+@pytest.mark.parametrize(("case", "how"), diagonal(BALANCING, ("fsdp", "tensor")))
+def test_balancing_is_that_of_one_process(case: tuple[str, dict[str, Any]], how: str, ranks: Pools) -> None:
+    name, options = case
     model = net(name)
-    report = equinorm.balance_(model, example(name), **options)
+    report = equinorm.balance_(model, symmetry=symmetry_of(name), **options)
     for weights, other in ranks(2).run(balanced, name, how, options):
         assert (other.converged, report.converged) == (True, True)
         assert (other.num_scales, other.held, other.held_in) == (report.num_scales, report.held, report.held_in)
@@ -238,11 +289,10 @@ def test_balancing_is_that_of_one_process(how: str, name: str, options: dict[str
 def residual_ready(steps: int = 0, optimizer: str = "adamw", **options: Any) -> tuple[nn.Module, Any, equinorm.ENorm]:
     """A sharded model, its optimizer and an attached ENorm, after so many steps."""
     model = net("residual")
-    symmetry = equinorm.trace(model, example("residual"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fsdp_(model, mesh, **options)
     made = OPTIMIZERS[optimizer](model.parameters())
-    enorm = equinorm.ENorm(model, made, symmetry=symmetry, c=1.2)
+    enorm = equinorm.ENorm(model, made, symmetry=symmetry_of("residual"), c=1.2)
     enorm.attach()
     for batch in batches("residual")[:steps]:
         take_step(model, made, batch)
@@ -338,7 +388,7 @@ def with_a_companion(companion_is_sharded: bool) -> tuple[Tensor, Tensor, Tensor
     model, other = net("residual"), net("residual")
     for q in other.parameters():
         q.data.mul_(1.1)
-    symmetry = equinorm.trace(model, example("residual"))
+    symmetry = symmetry_of("residual")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fsdp_(model, mesh)
     if companion_is_sharded:
@@ -373,22 +423,27 @@ equinorm.register_state_rule(OwnSGD, {("momentum_buffer",): carry_momentum}, lin
 def by(kind: str, name: str, sharded: bool) -> State:
     """Optimizers of their own kind."""
     model, part = net(name), (0, 1)
-    with torch.device("meta"):
-        symmetry = equinorm.trace(net(name), example(name))
+    symmetry = symmetry_on_the_meta_device(name)
     if sharded:
         part = shard_(model, "fsdp")
     if kind == "ENormSGD":
         optimizer: Optimizer = equinorm.ENormSGD(model, lr=0.02, momentum=0.9, c=1.2, symmetry=symmetry)
-        train(model, optimizer, name, part)
+        train(model, optimizer, name, part, steps=6)
         return state_of(model, optimizer, optimizer.enorm)
     optimizer = OwnSGD(model.parameters(), lr=1e-2, momentum=0.9) if kind == "own" else RMSprop(model.parameters())
     enorm = equinorm.ENorm(model, optimizer, c=1.2, symmetry=symmetry)
     enorm.attach()
-    train(model, optimizer, name, part)
+    train(model, optimizer, name, part, steps=6)
     return state_of(model, optimizer, enorm)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("ENormSGD", "residual"), ("RMSprop", "llama"), ("own", "residual")])
+@cache
+def symmetry_on_the_meta_device(name: str) -> equinorm.Symmetry:
+    with torch.device("meta"):
+        return equinorm.trace(net(name), example(name))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ENormSGD", "residual"), ("RMSprop", "residual"), ("own", "residual")])
 def test_optimizers_of_their_own_kind(kind: str, name: str, ranks: Pools) -> None:
     """And the trace of a model on the meta device serves the real one."""
     assert_equal(ranks(2).run(by, kind, name, True), by(kind, name, False))
@@ -479,13 +534,20 @@ def kernels_net() -> nn.Module:
     return model
 
 
+def shard_along_(model: nn.Module, axis: int | None) -> tuple[int, int]:
+    """Shard convolutions along this axis where it divides, None: not at all; which part of a batch is seen here."""
+    if axis is None:
+        return 0, 1
+    size = dist.get_world_size()
+    fits = lambda q: Shard(axis if q.ndim == 4 and q.shape[axis] % size == 0 else 0)  # noqa: E731
+    fsdp_(model, init_device_mesh("cpu", (size,)), shard_placement_fn=fits)
+    return dist.get_rank(), size
+
+
 def kernels_run(axis: int | None, optimizer_name: str, max_step: float) -> State:
     """Sharded along this axis where it divides; None: one process."""
-    model, part = kernels_net(), (0, 1)
-    if axis is not None:
-        size, part = dist.get_world_size(), (dist.get_rank(), dist.get_world_size())
-        fits = lambda q: Shard(axis if q.ndim == 4 and q.shape[axis] % size == 0 else 0)  # noqa: E731
-        fsdp_(model, init_device_mesh("cpu", (size,)), shard_placement_fn=fits)
+    model = kernels_net()
+    part = shard_along_(model, axis)
     optimizer = OPTIMIZERS[optimizer_name](parameter_groups(model))
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
@@ -496,15 +558,86 @@ def kernels_run(axis: int | None, optimizer_name: str, max_step: float) -> State
     return state | {"limited": torch.tensor(msr.limited)}
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize(("optimizer", "max_step"), [("sgd", 1e-4), ("adamw", 1e-6)])
-def test_mean_shift_rejection_is_that_of_one_process(axis: int, optimizer: str, max_step: float, ranks: Pools) -> None:
-    expected = kernels_run(None, optimizer, max_step)
+@pytest.mark.parametrize(
+    ("axis", "step", "count"), diagonal((1, 0), (("sgd", 1e-4), ("adamw", 1e-6)), (2, 4))
+)  # fmt: skip
+def test_mean_shift_rejection_is_that_of_one_process(
+    axis: int, step: tuple[str, float], count: int, ranks: Pools
+) -> None:
+    expected = kernels_run(None, *step)
     assert float(expected["limited"]) > 0  # so the norm of all gradients counts
-    assert_equal(ranks(2).run(kernels_run, axis, optimizer, max_step), expected)
+    assert_equal(ranks(count).run(kernels_run, axis, *step), expected)
+
+
+def communicated_by_kernels() -> list[tuple[str, int]]:
+    model = kernels_net()
+    part = shard_along_(model, 0)
+    optimizer = SGD(parameter_groups(model), lr=0.1)
+    msr = equinorm.MeanShiftRejection(model, optimizer, luma=0.01)
+    train(model, optimizer, "residual", part, steps=1)
+    with Traffic() as seen:
+        msr.adapt_gradients_()
+    return [(one.name, one.numbers) for one in seen.collectives]
+
+
+def test_mean_shift_rejection_adds_up_two_numbers(ranks: Pools) -> None:
+    for collectives in ranks(2).run(communicated_by_kernels):
+        assert collectives == [("all_reduce", 2)]
+
+
+# -- unit filters --------------------------------------------------------------------------------------------------
+
+
+def filters_run(axis: int | None, zero_mean: bool, tangent: bool) -> tuple[State, float]:
+    """What came out, and how far the longest or shortest filter is from length 1."""
+    model = net("residual")
+    equinorm.unit_filters_(model, zero_mean=zero_mean)
+    part = shard_along_(model, axis)
+    optimizer = SGD(filter_groups(model), lr=0.05, momentum=0.9)
+    with equinorm.UnitFilters(model, optimizer, tangent=tangent).attach():
+        train(model, optimizer, "residual", part)
+    state = {name: whole(q.detach()) for name, q in model.named_parameters()}
+    held = [q.flatten(1).norm(dim=1) - 1 for name, q in state.items() if name.endswith("weight.original")]
+    return state, float(torch.cat(held).abs().max())
+
+
+@pytest.mark.parametrize(("axis", "zero_mean", "tangent"), diagonal((1, 0), (True, False), (True, False)))
+def test_unit_filters_are_those_of_one_process(axis: int, zero_mean: bool, tangent: bool, ranks: Pools) -> None:
+    expected, _ = filters_run(None, zero_mean, tangent)
+    found = ranks(2).run(filters_run, axis, zero_mean, tangent)
+    assert_equal([state for state, _ in found], expected)
+    assert max(error for _, error in found) < 1e-12
+
+
+def communicated_by_filters() -> list[tuple[str, int]]:
+    model = net("residual")
+    equinorm.unit_filters_(model)
+    part = shard_along_(model, 0)
+    optimizer = SGD(filter_groups(model), lr=0.05)
+    filters = equinorm.UnitFilters(model, optimizer)
+    train(model, optimizer, "residual", part, steps=1)
+    with Traffic() as seen:
+        filters.project_()
+    return [(one.name, one.numbers) for one in seen.collectives]
+
+
+def test_filters_that_are_whole_here_need_nothing_from_elsewhere(ranks: Pools) -> None:
+    assert ranks(2).run(communicated_by_filters) == [[], []]
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
+
+
+PUT = (
+    "mean_shift_rejection_", "weight_norm_", "centred_weight_norm_", "scaled_weight_norm_", "weight_standardization_",
+    "unit_filters_",
+)  # fmt: skip
+"""They put parametrizations on a model, which an engine that has taken hold of its parameters would not see."""
+
+
+class OwnCriterion(equinorm.criteria.Criterion):
+    def value(self, tensors: Any) -> Tensor:
+        return sum((w.pow(8).sum() for w in tensors.values()), torch.zeros(()))
 
 
 def refused() -> dict[str, str]:
@@ -527,6 +660,9 @@ def refused() -> dict[str, str]:
     note("FSDP1, ENorm", lambda: equinorm.ENorm(wrapped, sgd, symmetry=symmetry))
     note("FSDP1, MSR", lambda: equinorm.MeanShiftRejection(wrapped, sgd, luma=0.0))
     note("FSDP1, convert", lambda: equinorm.convert(wrapped, "weightnorm", images))
+    note("FSDP1, filters", lambda: equinorm.UnitFilters(wrapped, sgd, layers="hidden"))
+    for put in PUT:
+        note(f"FSDP1, {put}", lambda put=put: getattr(equinorm, put)(wrapped))
     assert all(map(torch.equal, before, wrapped.parameters()))
 
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own doings, as errors in tests
@@ -542,22 +678,32 @@ def refused() -> dict[str, str]:
     note("path", lambda: equinorm.enorm.path_kappa(sharded, images))
     note("convert", lambda: equinorm.convert(sharded, "weightnorm", images))
     note("fold", lambda: equinorm.fold(sharded))
+    note("Muon", lambda: equinorm.unitfilters.Muon([sharded.stem.weight]))
+    for criterion in (equinorm.criteria.Range(), equinorm.criteria.Path(), OwnCriterion()):
+        options = {"symmetry": symmetry, "criterion": criterion}
+        note(type(criterion).__name__, lambda options=options: equinorm.balance_(sharded, images, **options))
+    for put in PUT:
+        note(put, lambda put=put: getattr(equinorm, put)(sharded))
+    assert all(map(torch.equal, net("residual").parameters(), map(whole, sharded.parameters())))
     note("backend", lambda: equinorm.ENorm(sharded, SGD(sharded.parameters()), symmetry=symmetry, backend="foreach"))
     return messages
 
 
 def test_what_is_refused_is_named_with_the_remedy(ranks: Pools) -> None:
     for messages in ranks(2).run(refused):
-        for what in ("traced", "balanced", "ENorm", "MSR", "convert"):
+        for what in ("traced", "balanced", "ENorm", "MSR", "convert", "filters", *PUT):
             message = messages.pop(f"FSDP1, {what}")
             assert message.startswith("TypeError: FullyShardedDataParallel (FSDP1)")
             assert "fully_shard (FSDP2)" in message
         assert messages.pop("ZeroRedundancyOptimizer").startswith("TypeError: ZeroRedundancyOptimizer keeps the state")
         assert "give symmetry= afterwards" in messages.pop("traced after sharding")
         assert "leave it at 'auto'" in messages.pop("backend")
-        assert set(messages) == {"implicit", "path", "convert", "fold"}
-        for message in messages.values():
+        own = ("Muon", "Range", "Path", "OwnCriterion")
+        assert set(messages) == {"implicit", "path", "convert", "fold", *own, *PUT}
+        for what, message in messages.items():
+            assert message.startswith("TypeError: ")
             assert "is sharded over processes (DTensor)" in message
+            assert "before the model is sharded" in message or what not in own[1:]
 
 
 class DeepSpeedEngine(nn.Module):

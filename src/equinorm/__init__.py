@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         weightnorm,
     )
     from .balance import BalanceReport, balance_
+    from .comparison import CanonicalReport, canonical_, distance
     from .conversion import convert, fold
     from .enorm.enorm import ENorm
     from .enorm.implicit import ImplicitENorm
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BalanceReport": "balance",
+    "CanonicalReport": "comparison",
     "ConvertReport": "models.reports",
     "ENorm": "enorm.enorm",
     "ENormSGD": "enorm.sgd",
@@ -62,12 +64,14 @@ _HOME = {
     "UnitFilters": "unitfilters.unitfilters",
     "add_input_noise_": "models.noise",
     "balance_": "balance",
+    "canonical_": "comparison",
     "caps": "",
     "centred_weight_norm_": "weightnorm.apply",
     "convert": "conversion",
     "criteria": "",
     "data_dependent_init_": "weightnorm.init",
     "diagnostics": "",
+    "distance": "comparison",
     "enorm": "",
     "equilibrium": "",
     "fold": "conversion",

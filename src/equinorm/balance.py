@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .criteria.criterion import Counts, Criterion, Problem
 from .criteria.norm import Norm
+from .models.flat import refuse_shards
 from .models.frozen import Frozen, check_frozen, trains, untrained
 from .solver import Solution
 from .symmetry import ScaledParameter, Symmetry, trace
@@ -152,6 +153,9 @@ def balance_(
         raise TypeError(f"criterion must be one of equinorm.criteria, or a subclass of Criterion, got {criterion!r}")
     elif (p, c) != (2.0, 1.0):
         raise TypeError("p and c belong to the norm: pass criterion=equinorm.criteria.Norm(p, c), or leave them out")
+    if not criterion.on_shards:
+        who = f"the criterion {type(criterion).__name__}"
+        refuse_shards(model, who, "balance for it before the model is sharded, or take Norm")
     tol = criterion.tol if tol is None else tol
     if not 0 < tol < float("inf"):
         raise ValueError(f"tol must be a positive number, got {tol!r}")

@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from .registry import Method
     from .symmetry import Symmetry
     from .tools.checkpoints import Checkpoint
+    from .tools.converting import Outcome
 
 try:
     import tyro
     from tyro.conf import Positional, UseAppendAction
 except ImportError:
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(
+            "equinorm: balance, convert, fold, diagnose and reproduce from the command line.\n"
+            "Commands need a few packages more than the library: pip install 'equinorm[lab]'"
+        )
+        sys.exit(0)
     sys.exit("equinorm: the command line needs more than the library: pip install 'equinorm[lab]'")
 
 # -- options that commands share ---------------------------------------------------------------------------------------
@@ -276,6 +284,99 @@ class Balance:
             })  # fmt: skip
 
 
+Options = Annotated[
+    UseAppendAction[tuple[str, ...]],
+    arg(metavar="KEY=VALUE", help="An option of the method, see `equinorm methods`. Repeat it for several."),
+]
+MethodName = Annotated[
+    Positional[str], arg(metavar="METHOD", help="Such as equinorm or msr; `equinorm methods` lists them.")
+]
+Output = Annotated[
+    Path | None, arg(metavar="FILE", help="Where to write the weights, as .safetensors or .pt. Without it nothing is.")
+]
+Force = Annotated[bool, arg(help="Overwrite the output file if it exists.")]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Put a method on a model: say which modules change and why others stay, and write the weights to train from."""
+
+    model: Model
+    method: MethodName
+    checkpoint: CheckpointFile = None
+    output: Output = None
+    option: Options = ()
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    keep: Annotated[Patterns, arg(metavar="PATTERN", help="Modules that must stay as they are, such as 'head.*'.")] = ()
+    json: Json = False
+    force: Force = False
+
+    def run(self) -> None:
+        from .tools.converting import converted
+
+        if self.output is not None:
+            _check_output(self.output, self.force)
+        with _step(f"converting {self.model}"):
+            done = converted(
+                self.model, self.method, self.checkpoint, self.input, self.model_args, self.option, self.keep
+            )
+        _finish(done, self.output, self.json, self.model)
+        if not self.json:
+            given = "".join(f", {text}" for text in self.option)
+            print(f'in Python: model, report = equinorm.convert(model, "{self.method}", example_inputs{given})')
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Turn the weights of a converted, trained model into those of the plain model, which compute the same."""
+
+    model: Model
+    method: MethodName
+    checkpoint: Annotated[
+        Positional[Path], arg(metavar="CHECKPOINT", help="Of the converted model: .safetensors or .pt.")
+    ]
+    output: Output = None
+    option: Options = ()
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    keep: Annotated[Patterns, arg(metavar="PATTERN", help="Modules that were not converted.")] = ()
+    json: Json = False
+    force: Force = False
+
+    def run(self) -> None:
+        from .tools.converting import folded
+
+        if self.output is not None:
+            _check_output(self.output, self.force)
+        with _step(f"folding {self.checkpoint}"):
+            done = folded(self.model, self.method, self.checkpoint, self.input, self.model_args, self.option, self.keep)
+        _finish(done, self.output, self.json, self.model)
+
+
+@dataclass(frozen=True)
+class Methods:
+    """List the methods that `convert` knows; with a name, its options."""
+
+    method: Annotated[Positional[str | None], arg(metavar="[METHOD]", help="Only this one, with its options.")] = None
+    json: Json = False
+
+    def run(self) -> None:
+        from .registry import find_method, methods
+
+        if self.method is not None:
+            try:
+                found = find_method(self.method)
+            except ValueError as error:
+                raise _user_error(str(error)) from error
+        chosen = methods() if self.method is None else (found,)
+        if self.json:
+            fields = ("name", "title", "kind", "source", "options")
+            _print_json({"methods": [{name: getattr(one, name) for name in fields} for one in chosen]})
+            return
+        _show_methods(chosen)
+
+
 @dataclass(frozen=True)
 class Diagnose:
     """Write a page about a model: what can be rescaled, how balanced it is, how far signals get, and what to try."""
@@ -317,6 +418,48 @@ class Diagnose:
         for item in advice:
             print(f"- {item.seen}\n  {item.advice}")
         print(f"written: {self.out}")
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Say how far two models are apart, whatever rescaling they are given in: 0 if one is a rescaling of the other."""
+
+    a: Annotated[
+        Positional[str], arg(metavar="A", help="A model (see `equinorm trace --help`), or with --model a checkpoint.")
+    ]
+    b: Annotated[Positional[str], arg(metavar="B", help="The other one, of the same architecture.")]
+    model: Annotated[
+        str | None, arg(metavar="MODEL", help="The model that both are checkpoints of, such as torchvision:resnet18.")
+    ] = None
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    json: Json = False
+
+    def run(self) -> None:
+        from .comparison import compare
+        from .errors import UserError
+
+        one, two = (self._begun(name) for name in (self.a, self.b))
+        with _step("comparing"):
+            try:
+                found = compare(one.model, two.model, None, symmetry=one.symmetry)
+            except (ValueError, OverflowError) as error:
+                raise UserError(str(error)) from error
+        if self.json:
+            parts = {name: part for name, part in found.parts if part > 0}
+            names = {"a": self.a, "b": self.b, "model": self.model, "same": found.same}
+            _print_json({**names, **asdict(found), "parts": parts})
+        else:
+            print(found)
+
+    def _begun(self, name: str) -> _Work:
+        from .errors import UserError
+
+        if self.model is not None:
+            return _Work.begin(Trace(self.model, Path(name), self.input, self.model_args))
+        if Path(name).is_file():
+            raise UserError(f"which model is {name} a checkpoint of? Name it, such as --model torchvision:resnet18")
+        return _Work.begin(Trace(name, None, self.input, self.model_args))
 
 
 @dataclass(frozen=True)
@@ -511,8 +654,10 @@ class Report:
     """Put every number next to the paper's: README.md, index.html and figures, from the runs in the results folder."""
 
     artifact: Annotated[
-        str | None,
-        arg(metavar="NAME", help="Print what there is on this table, figure or paper, and draw its figures only."),
+        Positional[str | None],
+        arg(
+            metavar="[ARTIFACT]", help="Print what there is on this table, figure or paper, and draw its figures only."
+        ),
     ] = None
     results: Results = None
     toy: Toy = False
@@ -530,15 +675,12 @@ class Report:
         if not store.folder.is_dir():
             raise _user_error(f"there is no folder {store.folder}: name the one with your runs with --results")
         if self.artifact is not None:
-            from rich.console import Console
-            from rich.markdown import Markdown
-
             for artifact in chosen([self.artifact]):  # `section` takes the toy version itself
-                text = report.section(store, artifact, store.folder, self.toy)
+                section = report.section(store, artifact, store.folder, self.toy)
                 if sys.stdout.isatty():
-                    Console().print(Markdown(text))
+                    _show([section])
                 else:
-                    print(text + "\n")
+                    print(report.markdown.render([section]))
             return
         with _step("writing the report"):
             written = report.write(store, store.folder, toy=self.toy, tensorboard=self.tensorboard)
@@ -547,7 +689,7 @@ class Report:
         run = sum(result.was_run for result in written.results)
         print(
             f"{run} of {len(written.results)} tables and figures have results. "
-            f"Written: {written.readme}, {written.page}"
+            f"Written: {written.readme}, a page for each paper, {written.page}"
         )
 
 
@@ -558,7 +700,9 @@ class Bench:
 
     parts: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint."),
+        arg(
+            metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint, sharded."
+        ),
     ] = ()
     only: Annotated[
         UseAppendAction[tuple[str, ...]],
@@ -582,6 +726,14 @@ class Bench:
             quick=self.quick, repeats=self.repeats, minutes=self.minutes,
         )  # fmt: skip
         print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)))
+
+
+def _show(blocks: Sequence[Any]) -> None:
+    from rich.console import Console
+
+    from .lab.report import terminal
+
+    terminal.show(blocks, Console())
 
 
 def _list_artifacts() -> None:
@@ -609,7 +761,11 @@ def _user_error(text: str) -> Exception:
 Command = (
     Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Balance, tyro.conf.subcommand("balance")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Fold, tyro.conf.subcommand("fold")]
+    | Annotated[Methods, tyro.conf.subcommand("methods")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
@@ -618,6 +774,39 @@ Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
+
+
+def _finish(done: Outcome, output: Path | None, json: bool, model: str) -> None:
+    """Say what was done, and write the weights."""
+    from .tools import checkpoints
+
+    if output is not None:
+        with _step(f"writing {output}"):
+            checkpoints.of_state(done.state, output).write(output)
+    if json:
+        named = {"model": model, "output": None if output is None else str(output)}
+        _print_json({**named, **done.report.to_dict(), "outputs_moved": done.change})
+        return
+    print(done.report)
+    moved = f"outputs moved by {done.change:.1e} on random inputs"
+    print(moved if done.change < 1e-3 else f"{moved}: this net is to be trained")
+    print("nothing written: give --output FILE for that" if output is None else f"written: {output}")
+
+
+def _show_methods(chosen: Sequence[Method]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if len(chosen) == 1:
+        (one,) = chosen
+        print(f"{one.name}: {one.title} ({one.source})")
+        for name, value in one.options.items():
+            print(f"  {name} = {value!r}")
+        return
+    table = Table("method", "what it is", "source", box=None, header_style="bold", pad_edge=False)
+    for one in chosen:
+        table.add_row(one.name, one.title, one.source)
+    Console().print(table)
 
 
 # -- what trace and balance have in common -----------------------------------------------------------------------------

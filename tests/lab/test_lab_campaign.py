@@ -107,6 +107,30 @@ def test_items_are_found_by_name_artifact_and_paper() -> None:
         named(["figure99"])
 
 
+def test_an_item_can_take_the_best_rows_of_another() -> None:
+    """The best of each column by mean accuracy in the store; while runs are missing, the first of the list."""
+    first, second = item("defazio-normalized"), item("defazio-normalized-4")
+    artifacts = all_artifacts()
+    rows = list(dict.fromkeys(cell.row for cell in find(first.artifact).cells))
+
+    def chosen(records: dict[str, Record]) -> list[tuple[str, str, int]]:
+        cells = second.part(artifacts, records).cells
+        return [(cell.row, cell.column, len(cell.runs)) for cell in cells]
+
+    accuracies = {(row, column): 90.0 + (i if column == "BN" else -i) for i, row in enumerate(rows)
+                  for column in ("BN", "EquiNorm")}  # fmt: skip
+    records = {
+        run.key: record_of(run, accuracies[cell.row, cell.column])
+        for cell in first.part(artifacts, {}).cells
+        for run in cell.runs
+    }
+    assert sorted(chosen(records)) == sorted([(rows[-1], "BN", 4), (rows[0], "EquiNorm", 4)])
+    records.popitem()
+    assert {column for _, column, _ in chosen(records)} == {"BN", "EquiNorm"}
+    (found,) = (s for s in standing(records, [first, second]) if s.item is second)
+    assert found.waits
+
+
 # -- what the tunings decide -------------------------------------------------------------------------------------------
 
 

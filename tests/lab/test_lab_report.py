@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -19,11 +20,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from equinorm.errors import UserError
 from equinorm.lab import report
 from equinorm.lab.experiments.artifacts import Artifact, Cell, Claim, Compute, find, seeds
-from equinorm.lab.report import figures, headline, style, wording
+from equinorm.lab.report import figures, headline, markdown, style, terminal, wording
 from equinorm.lab.report.results import Number, Result, Tally, evaluate, gains, metric_of, tally
 from equinorm.lab.training.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.training.store import Computed, Record, Store
@@ -547,21 +549,24 @@ def test_the_first_page(tmp_path: Path) -> None:
     for cell in artifact.part(columns=["128"]).cells:
         for run in cell.runs:
             store.write(record_of(run, (cell.paper or 0.0) + 0.1 * run.seed))
-    bare = report.write(store, tmp_path, [artifact])
-    assert "Costs have not been measured on a GPU yet" in bare.readme.read_text()
+    report.write(store, tmp_path, [artifact])
+    assert "Costs have not been measured on a GPU yet" in (tmp_path / "methods.md").read_text()
     write_benchmarks(tmp_path)
     made = report.write(store, tmp_path, [artifact])
-    text, page = made.readme.read_text(), made.page.read_text()
+    text, page = (tmp_path / "methods.md").read_text(), made.page.read_text()
     assert "**90.55 ± 0.10**<br>n 3, paper\xa090.45\xa0✓" in text
     assert "| not run<br>paper\xa091.24 |" in text
     assert "BatchNorm: +2.01 on no norm; +0.86 on ENorm" in text
-    assert "| *time of a step, FC-19, NVIDIA H200* | *no norm = 1* | 1.00 | 1.50 |" in text
-    assert text.index("## Which method helps") < text.index("## Every table and figure")
+    assert "| FC-19, NVIDIA H200 | no norm = 1 | 1.00 | 1.50 |" in text
+    assert text.index("## Accuracy, setting by setting") < text.index("## What a step costs")
+    assert "](stock2019.md#stock2019-table3)" in text
     Checker(page)
-    assert "<b>90.55 ± 0.10</b><small>n 3, paper\xa090.45\xa0✓</small>" in page
-    assert page.count("time of a step,") == 3
-    assert "<td>BatchNorm</td><td>1 of 1: CIFAR-NV, batch 128</td><td>+2.01</td><td></td><td>1.50</td>" in page
+    assert "<b>90.55 ± 0.10</b></span> <small>n 3, paper\xa090.45\xa0✓</small>" in page
+    assert page.count(", NVIDIA H200</td>") == 3
     assert "| BatchNorm | 1 of 1: CIFAR-NV, batch 128 | +2.01 |  | 1.50 |" in text
+    readme = made.readme.read_text()
+    assert "[which method helps, and what it costs](methods.md)" in readme
+    assert len(readme.splitlines()) < 40  # one screen
 
 
 def test_what_was_chosen_stands_beside_the_table_it_was_chosen_from(tmp_path: Path) -> None:
@@ -571,10 +576,10 @@ def test_what_was_chosen_stands_beside_the_table_it_was_chosen_from(tmp_path: Pa
     for cell in artifact.cells:
         if cell.column in tops:
             store.write(record_of(cell.runs[0], tops[cell.column]))
-    text = report.section(store, artifact)
+    text = markdown.render([report.section(store, artifact)])
     assert "| BN, momentum 0.9 | lr 0.05 | 71.00 | 70.00: lr 0.01 | 3 of 3 |" in text
     assert f"| GN, momentum 0.9 | lr 0.05, groups 8 | 71.00 | {wording.NONE} | 1 of 7 |" in text
-    assert "chosen for" not in report.section(store, find("stock2019/table3"))
+    assert "chosen for" not in markdown.render([report.section(store, find("stock2019/table3"))])
     made = report.write(store, tmp_path / "out", [artifact])
     assert "<td>lr 0.05, groups 8</td>" in made.page.read_text()
 
@@ -746,29 +751,35 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> report.WrittenReport:
     return report.write(store, folder, every_artifact())
 
 
-def test_the_readme(written: report.WrittenReport) -> None:
+def test_the_markdown(written: report.WrittenReport) -> None:
+    folder = written.readme.parent
     text = written.readme.read_text()
     assert text.startswith("# Results\n")
-    head = text.partition("## fake")[0]
-    assert "**ENorm-1.2 + BN**, and within the spread ENorm-1.2" in head
-    assert "1.25 times Baseline" in head
-    assert "Not run yet: [other/figure9](#other-figure9)" in head
-    assert "`equinorm reproduce fake/figure1`" in text
-    assert "NVIDIA H200" in text
-    assert "✗ not reproduced | BN is worse than the baseline \\| at 1 layer" in text
-    assert "not run | There is a twentieth layer | missing: BN at 20" in text
-    assert "| BN | ResNet-56 | 93" in text
-    assert "| 1 of 3 | 93.1 ± 0.2 |" in text
-    assert "ImageNet &lt;later>" in text
     assert "runs/cifar10-fc/torn.jsonl is torn" in text
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
-        assert len(widths) == 1
-    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert "![Our accuracies minus the papers'](figures/all-numbers.svg)" in text
+    fake, other = (folder / f"{paper}.md" for paper in ("fake", "other"))
+    head = fake.read_text().partition("\n## ")[0]
+    assert "**ENorm-1.2 + BN** and within the spread ENorm-1.2" in head
+    assert "1.25 times Baseline" in head
+    assert "Not run yet: [other/figure9](#other-figure9)" in other.read_text()
+    every = [text, fake.read_text(), other.read_text()]
+    assert "`equinorm reproduce fake/figure1`" in every[1]
+    assert "NVIDIA H200" in every[1]
+    assert "✗ not reproduced | BN is worse than the baseline \\| at 1 layer" in every[1]
+    assert "not run | There is a twentieth layer | missing: BN at 20" in every[1]
+    assert "| BN | ResNet-56 | 93" in every[2]
+    assert "| 1 of 3 | 93.1 ± 0.2 |" in every[2]
+    assert "ImageNet &lt;later>" in every[2]
+    links = []
+    for one in every:
+        for table in re.findall(r"(?:^\|.*\n)+", one, re.M):
+            widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+            assert len(widths) == 1
+        links += re.findall(r"\]\(([^)#]+)\)", one)
+        anchors = re.findall(r"\(#([^)]+)\)", one)
+        assert all(f'<a id="{anchor}"></a>' in one for anchor in anchors)
     assert len(links) > 200
-    assert all((written.readme.parent / link).exists() for link in links)
-    anchors = re.findall(r"\(#([^)]+)\)", text)
-    assert all(f'<a id="{anchor}"></a>' in text for anchor in anchors)
+    assert all((folder / link).exists() for link in links)
 
 
 def test_the_page(written: report.WrittenReport) -> None:
@@ -781,7 +792,8 @@ def test_the_page(written: report.WrittenReport) -> None:
     assert set(re.findall(r"https?://([^/\"\s]+)", text)) <= {"www.w3.org"}
     ids = [value for _, name, value in checked.attributes if name == "id"]
     assert {"fake-figure1", "other-figure9"} <= set(ids)
-    assert text.count("<svg") == 5
+    assert text.count('class="card ') == 5
+    assert len(text.encode()) < 1 << 20
     assert "ImageNet &lt;later&gt;" in text
     verdicts = {v for _, name, value in checked.attributes if name == "data-verdict" for v in value.split("|")}
     assert {"reproduced", "higher", "not reproduced", "not run", "measured"} == verdicts
@@ -825,8 +837,8 @@ def test_a_figure_goes_with_its_records(tmp_path: Path) -> None:
 
 def test_one_artifact(tmp_path: Path) -> None:
     fill(Store(tmp_path), [table_artifact()])
-    text = report.section(Store(tmp_path), table_artifact(), tmp_path)
-    assert "### other/table4: ResNet-18 by batch size" in text
+    text = markdown.render([report.section(Store(tmp_path), table_artifact(), tmp_path)])
+    assert "## other/table4: ResNet-18 by batch size" in text
     assert "](figures/other-table4.svg)" in text
     assert (tmp_path / "figures" / "other-table4.png").exists()
     assert not (tmp_path / "README.md").exists()
@@ -837,7 +849,8 @@ def test_nothing_is_put_into_the_papers_mouth(tmp_path: Path) -> None:
     fill(Store(tmp_path), [theirs])
     for artifact, times in ((theirs, 1), (replace(theirs, says=""), 0)):
         made = report.write(Store(tmp_path), tmp_path, [artifact])
-        assert [path.read_text().count("The paper: ") for path in (made.readme, made.page)] == [times, times]
+        pages = (tmp_path / "other.md", made.page)
+        assert [path.read_text().count("The paper: ") for path in pages] == [times, times]
 
 
 def test_toy_results_cannot_be_mistaken(tmp_path: Path) -> None:
@@ -848,7 +861,8 @@ def test_toy_results_cannot_be_mistaken(tmp_path: Path) -> None:
             store.write(record_of(run, 54.0, epochs=1))
     store.write_computed("other/table1", {"elements": {"BN": 12_800_000, "ENorm": 1}}, toy=True)
     made = report.write(store, tmp_path / "toy", artifacts, toy=True)
-    for text in (made.readme.read_text(), made.page.read_text()):
+    pages = sorted((tmp_path / "toy").glob("*.md"))
+    for text in ("".join(path.read_text() for path in pages), made.page.read_text()):
         assert "TOY results: not measurements" in text
         assert "✓" not in text
         assert "✗" not in text
@@ -875,6 +889,19 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(UserError, match="out"):
         report.write(Store(tmp_path), tmp_path / "out", [waiting_artifact()])
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_on_a_terminal(written: report.WrittenReport, width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=False)
+    store = Store(written.readme.parent)
+    terminal.show([report.section(store, artifact) for artifact in every_artifact()], console)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "<" not in text.replace("<later>", "")  # no mark-up
+    assert "54" in text
+    assert "equinorm reproduce other/table4" in " ".join(text.split())
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------------------------

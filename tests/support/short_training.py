@@ -28,6 +28,8 @@ class Short:
     accumulate: int = 1
     joined: bool = False  # the batches of a step as one
     run: Callable[[Tensor], Tensor] | None = None  # what is called in the place of the model, as a compiled one
+    step: Callable[[], Any] | None = None  # what is called in the place of the optimizer's step, as a compiled one
+    create_graph: bool = False
     shape: tuple[int, ...] = (6,)
     prepare: Callable[[Tensor], Tensor] = lambda x: x
 
@@ -51,12 +53,12 @@ class Short:
             for x, y in batches:
                 with self.around():
                     loss = nn.functional.cross_entropy(forward(self.prepare(x)).float(), y) / len(batches)
-                (self.scaler.scale(loss) if self.scaler else loss).backward()
+                (self.scaler.scale(loss) if self.scaler else loss).backward(create_graph=self.create_graph)
             if self.scaler:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             else:
-                self.optimizer.step()
+                (self.step or self.optimizer.step)()
         return float(loss.detach())
 
 

@@ -60,6 +60,8 @@ class Criterion:
     """Whether the value is a convex function of the log-scales, so that a point without slope is the optimum."""
     tol = 1e-6
     """The slope (relative to the value) or the imbalance that is accepted, where `balance_` is not given one."""
+    on_shards = False
+    """Whether each process can work on its own part of the weights, where they are sharded over processes."""
     unit = "value"
     """What is measured, for reports."""
     invariances: bool = False

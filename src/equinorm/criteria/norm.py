@@ -197,6 +197,7 @@ class Norm(Criterion):
     """
 
     convex = True
+    on_shards = True
     tol = 1e-8
     unit = "norm"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..symmetry.capture import unwrap
+from ..models.unwrapping import unwrap
 from .probe import Batch, Loss, Probe, Result, by_filter, filters
 
 

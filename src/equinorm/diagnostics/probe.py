@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from ..symmetry.capture import unwrap
+from ..models.unwrapping import unwrap
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss_fn(outputs, targets)`: a single number."""

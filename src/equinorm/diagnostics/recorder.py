@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..symmetry.capture import unwrap
+from ..models.unwrapping import unwrap, unwrap_optimizer
 from .curvature import top_eigenvalue
 from .landscape import STEPS, gradient_scan
 from .probe import Batch, Loss, by_filter, filters, wider
@@ -255,7 +255,8 @@ class Recorder:
             raise ValueError(f"every must be at least 1 and keep at least 0, got {every} and {keep}")
         self.instruments = {_name(i): INSTRUMENTS[i] if isinstance(i, str) else i for i in _known(instruments)}
         given = batch if callable(batch) or batch is None else (lambda: batch)
-        self._context = Context(unwrap(model), optimizer, 0, loss_fn, given)
+        optimizer, model = unwrap_optimizer(optimizer), unwrap(model)
+        self._context = Context(model, optimizer, 0, loss_fn, given)
         needy = [name for name in self.instruments if name in _NEED_A_BATCH]
         if needy and (loss_fn is None or batch is None):
             raise ValueError(f"the instrument {needy[0]!r} needs a loss and a batch: pass loss_fn=... and batch=(x, y)")

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..models.unwrapping import unwrap
 from ..symmetry import Symmetry
-from ..symmetry.capture import unwrap
 from .probe import Result, arguments, channel_axis, is_layer, layers, run, watching, wider
 
 aten = torch.ops.aten

@@ -21,17 +21,18 @@ from torch.optim import Optimizer
 
 from ..criteria.norm import Sum
 from ..models.closures import closure_of, with_closure
+from ..models.frozen import held_by
 from ..models.sharding import local
 from ..symmetry import ScaledParameter, Symmetry, Term
-from .optimizer_state import decoupled_decay, step_is_linear
+from .optimizer_state import decoupled_decay, state_rule, step_is_linear
 
 __all__ = ["Gains", "SafeBiases"]
 
 
 class SafeBiases:
-    """The safe biases of one model, and what has to be done about them around every step of its optimizer.
+    """The safe biases of one model, and what has to be done about them around every step of its optimizers.
 
-        biases = SafeBiases(symmetry, optimizer, parameters)
+        biases = SafeBiases(symmetry, [optimizer], parameters)
         biases.measure(log_t)             # reads the gains off the scales, on their device
         biases.before_step()
         optimizer.step()
@@ -40,14 +41,32 @@ class SafeBiases:
     `ENorm` has hooks do that, and `ENormSGD` does it within its own step; each moves `gains` on as the scales move.
     """
 
-    def __init__(self, symmetry: Symmetry, optimizer: Optimizer, parameters: Sequence[ScaledParameter]) -> None:
+    def __init__(
+        self, symmetry: Symmetry, optimizers: Sequence[Optimizer], parameters: Sequence[ScaledParameter]
+    ) -> None:
         """`parameters`: the biases that are safe, or their parts that are here; each has a `fan_in`."""
-        self.symmetry, self.optimizer, self.parameters = symmetry, optimizer, tuple(parameters)
+        self.symmetry, self.optimizers, self.parameters = symmetry, tuple(optimizers), tuple(parameters)
         self.attended = False  # somebody sees to them in every step
+        self._counted: list[int] = []
+        self._of: list[list[str]] = []
         self._before: dict[str, Tensor] = {}  # of a linear step the gradients, of a normalized one the biases
-        self._pending = False
+        self._copies: dict[str, Tensor] = {}  # and the second copies of them that some optimizers keep
+        self._pending: set[int] = set()  # the numbers of the optimizers whose steps were prepared
         self._versions: list[int] | None = None
         self._warned = False
+
+    def _held(self, number: int) -> list[str]:
+        """The names of the biases that an optimizer holds; those that none holds have no gradient that counts."""
+        counted = [sum(len(group["params"]) for group in each.param_groups) for each in self.optimizers]
+        if counted != self._counted:  # at first, and when groups have been added
+            taken: set[str] = set()
+            self._of, self._counted = [], counted
+            tensors = {w.name: self.symmetry.tensor(w.name) for w in self.parameters}
+            for optimizer in self.optimizers:
+                held = held_by([optimizer])
+                self._of.append([name for name, q in tensors.items() if id(q) in held and name not in taken])
+                taken.update(self._of[-1])
+        return self._of[number]
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -59,57 +78,65 @@ class SafeBiases:
     # -- around a step -------------------------------------------------------------------------------------------------
 
     @property
-    def linear(self) -> bool:
-        """Whether the optimizer's step is linear in the gradient, so that scaling the gradient scales the step."""
-        return step_is_linear(self.optimizer)
-
-    @property
     def pending(self) -> bool:
         """Whether a step was prepared that has not been finished."""
-        return self._pending
+        return bool(self._pending)
 
-    def before_step(self) -> None:
-        """Prepare a step on the gradients that there are."""
-        self._pending = True
-        if self.linear:
-            self._scale_gradients()
-        else:
-            self._before.update({w.name: self.symmetry.values(w.name).detach().clone() for w in self.parameters})
+    def before_step(self, number: int | None = None) -> None:
+        """Prepare a step of the optimizer with this number, or of all, on the gradients that there are."""
+        for each in self._numbers(number):
+            self._pending.add(each)
+            if step_is_linear(self.optimizers[each]):
+                self._scale_gradients(each)
+            else:
+                self._remember(each)
 
-    def after_step(self) -> None:
-        """Finish a step that was prepared."""
-        if self.linear:
-            self._restore_gradients()
-        else:
-            self._shorten_steps()
-        self.forget()
+    def after_step(self, number: int | None = None) -> None:
+        """Finish the steps that were prepared, of one optimizer or of all."""
+        for each in self._numbers(number):
+            if each not in self._pending:
+                continue
+            if step_is_linear(self.optimizers[each]):
+                self._restore_gradients(each)
+            else:
+                self._shorten_steps(each)
+            self._forget(each)
         self.watch()
 
-    def before_hook(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """For `register_step_pre_hook`; gradients that a closure makes are scaled after it."""
+    def before_hook(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """For `register_step_pre_hook` of an optimizer; gradients that a closure makes are scaled after it."""
         closure = closure_of(args, kwargs)
-        if closure is None or not self.linear:
-            self.before_step()
+        if closure is None or not step_is_linear(self.optimizers[number]):
+            self.before_step(number)
             return None
-        self._pending = True
+        self._pending.add(number)
 
         def scaled_closure() -> Any:
-            self._restore_gradients()
+            self._restore_gradients(number)
             loss = closure()
-            self._scale_gradients()
+            self._scale_gradients(number)
             return loss
 
         return with_closure(args, kwargs, scaled_closure)
 
     def forget(self) -> None:
-        """Drop what was prepared for a step that will not be finished."""
-        self._before.clear()
-        self._pending = False
+        """Drop what was prepared for steps that will not be finished."""
+        for each in range(len(self.optimizers)):
+            self._forget(each)
+
+    def _forget(self, number: int) -> None:
+        for name in self._held(number):
+            self._before.pop(name, None)
+            self._copies.pop(name, None)
+        self._pending.discard(number)
+
+    def _numbers(self, number: int | None) -> Iterable[int]:
+        return range(len(self.optimizers)) if number is None else (number,)
 
     @torch.no_grad()
-    def _scale_gradients(self) -> None:
+    def _scale_gradients(self, number: int) -> None:
         """Linear steps: the optimizer sees t²·g. Weight decay is added by the optimizer later, so it is not scaled."""
-        tensors = {w.name: self.symmetry.tensor(w.name) for w in self.parameters}
+        tensors = {name: self.symmetry.tensor(name) for name in self._held(number)}
         present = {name: local(q.grad) for name, q in tensors.items() if q.grad is not None}
         if not present:
             return
@@ -119,32 +146,61 @@ class SafeBiases:
         torch._foreach_mul_(gradients, [squares[name] for name in present])
 
     @torch.no_grad()
-    def _restore_gradients(self) -> None:
-        tensors = {name: self.symmetry.tensor(name) for name in self._before}
-        pairs = [(local(q.grad), self._before[name]) for name, q in tensors.items() if q.grad is not None]
+    def _restore_gradients(self, number: int) -> None:
+        before = {name: self._before.pop(name) for name in self._held(number) if name in self._before}
+        tensors = {name: self.symmetry.tensor(name) for name in before}
+        pairs = [(local(q.grad), before[name]) for name, q in tensors.items() if q.grad is not None]
         if pairs:
             torch._foreach_copy_([gradient for gradient, _ in pairs], [old for _, old in pairs])
-        self._before.clear()
 
     @torch.no_grad()
-    def _shorten_steps(self) -> None:
-        """Normalized steps: multiply the step that was made by t; decoupled weight decay is not part of it."""
-        skipped = getattr(self.optimizer, "found_inf", None)  # a fused optimizer under GradScaler may have done nothing
-        decay = {id(q): decoupled_decay(self.optimizer, g) for g in self.optimizer.param_groups for q in g["params"]}
-        for name, t in self.gains.t_of.items():
-            tensor, old = self.symmetry.tensor(name), self._before[name]
-            if tensor.grad is None:
+    def _remember(self, number: int) -> None:
+        """Normalized steps: the biases as they are, and the second copies that some optimizers keep of them."""
+        optimizer = self.optimizers[number]
+        second = state_rule(optimizer).second_copy
+        for name in self._held(number):
+            tensor = self.symmetry.tensor(name)
+            self._before[name] = local(tensor).detach().clone()
+            if second is not None:
+                state = optimizer.state.get(tensor, {})
+                copy = local(second.read(state)).clone() if second.key in state else self._before[name]
+                self._copies[name] = copy
+
+    @torch.no_grad()
+    def _shorten_steps(self, number: int) -> None:
+        """Normalized steps: multiply the step that was made by t; decoupled weight decay is not part of it.
+
+        Where the weight only follows a second copy (schedule-free's z), the step is shortened there, and the weight
+        moves by its share of that.
+        """
+        optimizer = self.optimizers[number]
+        second = state_rule(optimizer).second_copy
+        skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer under GradScaler may have done nothing
+        groups = {id(q): group for group in optimizer.param_groups for q in group["params"]}
+        decay = {id(group): decoupled_decay(optimizer, group) for group in optimizer.param_groups}
+        for name in self._held(number):
+            tensor = self.symmetry.tensor(name)
+            if tensor.grad is None or name not in self._before:
                 continue
-            here = local(tensor)
-            decayed = old * (1 - decay[id(tensor)])
-            shortened = decayed + t.to(here) * (here - decayed)
+            old, here, group = self._before[name], local(tensor), groups[id(tensor)]
+            t, share = self.gains.t_of[name].to(here), decay[id(group)]
+            if second is not None and second.key in (state := optimizer.state.get(tensor, {})):
+                stepped = local(second.read(state)) - (self._copies[name] - old * share)
+                local(state[second.key]).add_((t - 1) * stepped)
+                here.add_((t - 1) * stepped, alpha=second.share(group))
+                continue
+            decayed = old * (1 - share)
+            shortened = decayed + t * (here - decayed)
             here.copy_(shortened if skipped is None else torch.where(skipped.bool(), old, shortened))
 
     # -- what a rescaling asks -----------------------------------------------------------------------------------------
 
     def gradient_gain(self, name: str) -> Tensor | None:
         """By how much the gradient that the optimizer sees has changed by its gain; None: it has none that counts."""
-        return self.gains.change_of[name].exp() if self.linear and name in self.gains.change_of else None
+        if name not in self.gains.change_of:
+            return None
+        linear = any(name in self._held(i) and step_is_linear(each) for i, each in enumerate(self.optimizers))
+        return self.gains.change_of[name].exp() if linear else None
 
     # -- steps that nobody prepared ------------------------------------------------------------------------------------
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from ..balance import counting, symmetry_of
 from ..launch import ORDINARY
-from ..models.frozen import Frozen, check_frozen, untrained
+from ..models.frozen import Frozen, check_frozen, held_by, untrained
 from ..models.handle import Handle
 from ..models.sharding import reshard
+from ..models.unwrapping import unwrap_optimizers
 from ..symmetry import ScaledParameter, Symmetry
 from .biases import SafeBiases
 from .optimizer_state import check_optimizer, state_rule
@@ -42,7 +44,8 @@ class ENorm:
     new coordinates together, in place.
 
     Args:
-        model, optimizer: the optimizer must hold the parameters of the model that move.
+        model, optimizer: the optimizer must hold the parameters of the model that move. Several, `[muon, adamw]`, act
+            as one: a cycle comes when all have stepped. Either may be wrapped (compile, DDP, accelerate, Opacus, PEFT).
         example_inputs: as in `equinorm.trace`.
         p, c: norm and asymmetry. c > 1 moves energy towards the output; 1.2 is stock2019's choice for deep FC nets.
         cycles: ENorm cycles each time.
@@ -55,7 +58,8 @@ class ENorm:
         frozen: "keep" (default): what does not train stays as it is, that is parameters with `requires_grad=False` and
             those that the optimizer does not hold; scales that would move them are left alone (`kept` names them).
             "move": they move with the others, which keeps the function too, but not a checkpoint of the rest alone.
-        companions: other copies of the model that must keep computing what they compute (EMA, SWA).
+        companions: other copies of the model that must keep computing what they compute (AveragedModel, timm's
+            ModelEmaV3, Lightning's EMAWeightAveraging).
         symmetry: from `equinorm.trace`, to save tracing again.
         gradients: whether `.grad` moves along, which takes a pass of its own. False is right where gradients are set to
             zero (or None) before the next backward pass adds to them.
@@ -73,7 +77,7 @@ class ENorm:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         example_inputs: Any = None,
         *,
         p: float = 2.0,
@@ -97,14 +101,12 @@ class ENorm:
             if not 0 < number < float("inf"):
                 raise ValueError(f"{name} must be positive, got {number!r}")
         check_frozen(frozen)
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"expected the optimizer that trains the model, got {type(optimizer).__name__}; without training there "
-                "is equinorm.balance_(model, example_inputs)"
-            )
+        optimizers = unwrap_optimizers(optimizer)
+        for each in optimizers:
+            state_rule(each)
         symmetry = symmetry_of(model, example_inputs, symmetry, keep=keep, batchnorm=batchnorm)
         self.frozen = frozen
-        self.kept = untrained(symmetry, [optimizer]) if frozen == "keep" else ()
+        self.kept = untrained(symmetry, optimizers) if frozen == "keep" else ()
         movable = symmetry.num_scales
         symmetry = symmetry.holding(self.kept)
         if movable and not symmetry.num_scales:
@@ -112,19 +114,21 @@ class ENorm:
             raise ValueError(
                 f"nothing to rescale: every scale of {type(symmetry.model).__name__} is held by parameters that do not "
                 f"train ({names}): they have requires_grad=False, or the optimizer does not hold them. Make it from "
-                'model\'s parameters (after moving, copying or loading the model), or ask for frozen="move"'
+                "this model's parameters (after moving, copying or loading the model), or ask for frozen='move'"
             )
         if not symmetry.num_scales:
             raise ValueError(f"nothing to rescale.\n{symmetry.explain().summary}")
-        self.symmetry, self.optimizer = symmetry, optimizer
+        self.symmetry, self.optimizers = symmetry, optimizers
         self.p, self.c, self.cycles, self.every, self.bias = float(p), float(c), int(cycles), int(every), bias
-        self.companions = [symmetry.bind(_averaged(other)) for other in companions]
+        self.companions = [symmetry.bind(other) for other in companions]
         self.gradients, self._requested = gradients, backend
         self._counts = counting(symmetry, parameters)
         self._handle: Handle | None = None
         self.prepared: Step
         self.why_not: dict[str, str]
         self._plain: PlainStep | None = None
+        self._stepped: set[int] = set()  # the numbers of the optimizers that have stepped since the last cycle
+        self._has_state = False  # of its own, loaded
         self.calls = 0
         # a bias that writes to a frozen scale (the last layer's) does not move, but its layer's inputs do
         safe = [w for w in symmetry.parameters if bias == "safe" and w.fan_in is not None]
@@ -136,7 +140,7 @@ class ENorm:
         self._prepare()
 
     def __repr__(self) -> str:
-        attached = f"attached to {type(self.optimizer).__name__}" if self.biases.attended else "not attached"
+        attached = f"attached to {self._optimizer_names()}" if self.biases.attended else "not attached"
         return (
             f"ENorm({self.symmetry.num_scales:,} scales of {type(self.symmetry.model).__name__}, p={self.p:g}, "
             f"c={self.c:g}, bias={self.bias!r}, backend={self.backend!r}, {attached})"
@@ -152,11 +156,16 @@ class ENorm:
         """
         if self._handle is not None:
             raise RuntimeError("this ENorm is attached already: remove() its handle first")
-        hooks = [self.optimizer.register_step_post_hook(lambda *_: self.step())]
-        if len(self.biases):
-            hooks.append(self.optimizer.register_step_pre_hook(lambda *given: self._before_hook(*given)))
+        hooks = []
+        for number, optimizer in enumerate(self.optimizers):
+            # not compiled along with a compiled optimizer.step(): what moves depends on where tensors lie
+            hooks.append(optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_hook, number))))
+            if len(self.biases):
+                hooks.append(
+                    optimizer.register_step_pre_hook(torch.compiler.disable(partial(self._before_hook, number)))
+                )
         self.biases.attended = True
-        self._handle = Handle(f"ENorm attached to {type(self.optimizer).__name__}", hooks, then=self._detach)
+        self._handle = Handle(f"ENorm attached to {self._optimizer_names()}", hooks, then=self._detach)
         return self._handle
 
     @property
@@ -179,6 +188,7 @@ class ENorm:
                 "every n-th call only)"
             )
         if len(self.biases):
+            self._warn_without_state(stacklevel=3)
             self._reshard()
             self.biases.before_step()
 
@@ -194,10 +204,11 @@ class ENorm:
             self._balance()
         self.biases.watch()
 
-    def bind(self, model: nn.Module, optimizer: Optimizer) -> ENorm:
+    def bind(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> ENorm:
         """The same ENorm, with its state, on copies of the model and its optimizer; not attached."""
         twin = copy.copy(self)
-        twin.symmetry, twin.optimizer = self.symmetry.bind(model), optimizer
+        twin.symmetry, twin.optimizers = self.symmetry.bind(model), unwrap_optimizers(optimizer)
+        twin._stepped = set()
         twin.biases = twin._safe_biases()
         twin._handle = None
         twin._check_optimizer()
@@ -225,6 +236,7 @@ class ENorm:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state(state)
+        self._has_state = True
         self.log_t.copy_(state["log_t"])
         self.biases.gains.measure_(self.log_t)
         self.biases.watch()
@@ -236,6 +248,11 @@ class ENorm:
         if self._plain is None:  # made when it is needed, which may be never
             self._plain = PlainStep(self.prepared.problem, self.log_t, self.biases.gains)
         return self._plain.imbalance(self._training_state())
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that it acts on, without wrappers; of several, a list."""
+        return self.optimizers[0] if len(self.optimizers) == 1 else list(self.optimizers)
 
     @property
     def backend(self) -> str:
@@ -251,11 +268,11 @@ class ENorm:
 
     def _safe_biases(self) -> SafeBiases:
         here = {w.name: w for w in self.symmetry.local().parameters}
-        return SafeBiases(self.symmetry, self.optimizer, [here[name] for name in self._safe])
+        return SafeBiases(self.symmetry, self.optimizers, [here[name] for name in self._safe])
 
     def _check_optimizer(self) -> None:
         """Refuse an optimizer that holds other parameters than the model's, or state we cannot carry."""
-        held = {id(q) for group in self.optimizer.param_groups for q in group["params"]}
+        held = held_by(self.optimizers)
         tensors = {w.name: self.symmetry.tensor(w.name) for w in self.symmetry.moving}
         missing = [name for name, q in tensors.items() if q.requires_grad and id(q) not in held]
         if missing:
@@ -267,7 +284,11 @@ class ENorm:
         for name, q in tensors.items():
             if q.is_meta:
                 raise ValueError(f"parameter {name!r} is on the meta device: give the model real weights first")
-        check_optimizer(self.optimizer, tensors.values())
+        for optimizer in self.optimizers:
+            check_optimizer(optimizer, tensors.values())
+
+    def _optimizer_names(self) -> str:
+        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     def _prepare(self, log_t: Tensor | None = None) -> None:
         """Prepare a step for the parameters where they are now, with the scales since the start of training."""
@@ -329,7 +350,8 @@ class ENorm:
         if self._seen and self._seen == self._look(state):
             self.prepared.repeat(state)
             return
-        check_optimizer(self.optimizer, state.weights.values())
+        for optimizer in self.optimizers:
+            check_optimizer(optimizer, state.weights.values())
         if not self.prepared.fits(state.weights.values()):
             self._prepare(self.log_t)  # the model was moved, or laid out anew in memory
             state = self._training_state()
@@ -337,9 +359,37 @@ class ENorm:
         if self.prepared.step(state):
             self._seen = self._look(state)
 
-    def _before_hook(self, *given: Any) -> Any:
+    def _before_hook(self, number: int, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._warn_without_state(stacklevel=5)  # of whoever calls optimizer.step(), through torch's two frames
         self._reshard()
-        return self.biases.before_hook(*given)
+        return self.biases.before_hook(number, args, kwargs)
+
+    def _after_hook(self, number: int, *_: Any) -> None:
+        """A cycle when all optimizers have stepped, or one a second time: the others may rest, or skip a step."""
+        self.biases.after_step(number)
+        again = number in self._stepped
+        self._stepped.add(number)
+        if len(self._stepped) == len(self.optimizers):
+            self._stepped = set()
+        elif again:
+            self._stepped = {number}
+        else:
+            return
+        self.step()
+
+    def _warn_without_state(self, stacklevel: int) -> None:
+        """Warn, before the first step, where the optimizer has made steps and nothing is known of the scales then."""
+        if self.calls or self._has_state or self.biases.pending:
+            return
+        self._has_state = True
+        tensors = [self.symmetry.tensor(name) for name in self._terms]
+        if any(optimizer.state.get(q) for optimizer in self.optimizers for q in tensors):
+            warnings.warn(
+                f"{self._optimizer_names()} has made steps already and this ENorm begins anew: if training is resumed, "
+                "load its state too, enorm.load_state_dict(...), or biases go on with other learning rates; if it "
+                "begins here, say so by enorm.load_state_dict(enorm.state_dict())",
+                stacklevel=stacklevel,
+            )
 
     def _reshard(self) -> None:
         """A forward pass without a backward leaves whole weights in the place of shards: those would move in vain."""
@@ -350,17 +400,18 @@ class ENorm:
 
     def _training_state(self) -> TrainingState:
         self._reshard()
-        return TrainingState(self.weights(), self.optimizer, self.companions, self.gradients, self.biases)
+        return TrainingState(self.weights(), self.optimizers, self.companions, self.gradients, self.biases)
 
     def _look(self, state: TrainingState) -> list[Any]:
         """All that a step depends on besides values: whatever moves, where it lies and how; empty if that is unsure."""
-        held_for = self.optimizer.state
-        seen: list[Any] = [state_rule(self.optimizer)]
+        seen: list[Any] = [state_rule(optimizer) for optimizer in self.optimizers]
         for name, q in state.weights.items():
-            held = held_for.get(q, {})
-            moved = [q, *held.values(), *((q.grad,) if self.gradients else ())]
+            moved = [q, *((q.grad,) if self.gradients else ())]
+            for optimizer in self.optimizers:
+                held = optimizer.state.get(q, {})
+                moved += held.values()
+                seen += held
             moved += [other.tensor(name) for other in self.companions]
-            seen += held
             for x in moved:
                 if type(x) not in ORDINARY:
                     seen.append(type(x))
@@ -375,8 +426,7 @@ class ENorm:
     def __deepcopy__(self, memo: dict[int, Any]) -> ENorm:
         """A copy on copies of model and optimizer. (Optimizers drop their hooks when copied; they are put back.)"""
         model = copy.deepcopy(self.symmetry.model, memo)
-        optimizer = copy.deepcopy(self.optimizer, memo)
-        twin = self.bind(model, optimizer)
+        twin = self.bind(model, [copy.deepcopy(optimizer, memo) for optimizer in self.optimizers])
         twin.companions = [other.bind(copy.deepcopy(other.model, memo)) for other in self.companions]
         memo[id(self)] = twin
         if self._handle is not None:
@@ -390,7 +440,3 @@ def _at(model: nn.Module, path: Sequence[str]) -> Tensor | None:
     for part in path[:-1]:
         module = module._modules.get(part) if module is not None else None
     return None if module is None else module._parameters.get(path[-1])
-
-
-def _averaged(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, AveragedModel) else model

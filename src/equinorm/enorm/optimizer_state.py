@@ -16,14 +16,15 @@ average of weights (ASGD)                +1   linear in w
 average of normalized steps               0   g / sqrt(avg g²) does not see f (RMSprop's momentum_buffer)
 average of their squares                  0   Adadelta's acc_delta, grown from eps, which has no coordinates
 step sizes, counters                      0   Rprop's step_size follows signs only
-row and column means of squares           -   those of the rescaled squares: `_carry_factored_squares`
+row and column means of squares           -   those of the rescaled squares: `carry_factored_squares_`
 =====================================  =====  ================================================================
 
 Two things are carried approximately. Constants (`eps`, Adagrad's `initial_accumulator_value`) have no
 coordinates and are taken as negligible. Coupled weight decay that went into a buffer is carried as the
 gradient it was added to, as in stock2019.
 
-An optimizer of your own takes one line; Lion, for example, keeps one average of gradients::
+Optimizers of other libraries are in `other_optimizers`, by the names of their classes. One of your own takes one
+line; Lion, for example, keeps one average of gradients::
 
     equinorm.register_state_rule(Lion, {"exp_avg": -1}, decoupled=True)
 """
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..models.flat import refuse_flat_optimizer
+from .other_optimizers import KNOWN, REFUSED, KnownOptimizer, SecondCopy, carry_factored_squares_
 
 __all__ = [
     "StateRule",
@@ -68,8 +70,11 @@ class StateRule:
     """State keys that can only be carried together -> the function that does it."""
     linear: bool
     """The step is linear in the gradient: SGD, with or without momentum."""
-    decoupled: bool
-    """Weight decay multiplies the weight itself; a group's `decoupled_weight_decay`, if any, goes first."""
+    decoupled: bool | Callable[[Any, Mapping[str, Any]], Any]
+    """Weight decay multiplies the weight itself; a group's `decoupled_weight_decay`, if any, goes first. Or the share
+    of the weight that decay takes, of (optimizer, group)."""
+    second_copy: SecondCopy | None = None
+    """A copy of the weights that takes the steps, and that the weights follow: schedule-free's."""
 
     def __contains__(self, key: str) -> bool:
         return key in self.powers or any(key in keys for keys in self.together)
@@ -99,22 +104,27 @@ def register_state_rule(
         raise TypeError(f"expected a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
     if optimizer_class is Optimizer:
         raise TypeError("a rule for torch.optim.Optimizer itself would be a guess about all others; name a class")
+    _RULES[optimizer_class] = _made(optimizer_class.__name__, KnownOptimizer(rules, linear, decoupled))
+
+
+def _made(name: str, known: KnownOptimizer) -> StateRule:
+    """A rule, with powers and functions apart."""
     powers: dict[str, float] = {}
     together: dict[tuple[str, ...], Carry] = {}
-    for key, rule in rules.items():
+    for key, rule in known.rules.items():
         if callable(rule):
             together[(key,) if isinstance(key, str) else tuple(key)] = rule
         elif isinstance(key, str) and isinstance(rule, int | float):
             powers[key] = float(rule)
         else:
             raise TypeError(
-                f"the rule for state {key!r} of {optimizer_class.__name__} must be a power for one key, "
+                f"the rule for state {key!r} of {name} must be a power for one key, "
                 f"or a function (state, w, g) for one key or a tuple of keys; got {rule!r}"
             )
     names = [*powers, *(key for keys in together for key in keys)]
     if len(names) != len(set(names)):
-        raise ValueError(f"two rules for one state key of {optimizer_class.__name__}: {sorted(names)}")
-    _RULES[optimizer_class] = StateRule(powers, together, linear, decoupled)
+        raise ValueError(f"two rules for one state key of {name}: {sorted(names)}")
+    return StateRule(powers, together, known.linear, known.decoupled, known.second_copy)
 
 
 def state_rule(optimizer: Optimizer | type[Optimizer]) -> StateRule:
@@ -123,6 +133,11 @@ def state_rule(optimizer: Optimizer | type[Optimizer]) -> StateRule:
     for base in optimizer_class.__mro__:
         if base in _RULES:
             return _RULES[base]
+        known = KNOWN.get(f"{base.__module__}.{base.__qualname__}")
+        if known is not None:
+            return _RULES.setdefault(base, _made(base.__name__, known))
+        if base.__name__ in REFUSED:
+            raise TypeError(f"{base.__name__} cannot follow a rescaling of the weights: {REFUSED[base.__name__]}")
     refuse_flat_optimizer(optimizer)
     name = optimizer_class.__name__
     if not issubclass(optimizer_class, Optimizer):
@@ -130,14 +145,18 @@ def state_rule(optimizer: Optimizer | type[Optimizer]) -> StateRule:
     for base, reason in _REFUSED.items():
         if issubclass(optimizer_class, base):
             raise TypeError(f"{name} cannot follow a rescaling of the weights: {reason}")
-    raise TypeError(f"equinorm has no rule for how the state of {name} follows a rescaling of weights. {_remedy(name)}")
+    keys = {} if isinstance(optimizer, type) else {key: None for held in optimizer.state.values() for key in held}
+    kept = f" It keeps {', '.join(map(repr, keys))}." if keys else ""
+    raise TypeError(
+        f"equinorm has no rule for how the state of {name} follows a rescaling of weights.{kept} {_remedy(name)}"
+    )
 
 
 def check_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
     """Raise, with nothing touched, unless all state that `optimizer` holds for `params` can be carried.
 
     TypeError: the class has no rule. ValueError: some parameter's state has a key without a rule, or a shape
-    that its rule does not fit. Both say what to do. State appears with the first step, so check before every
+    or dtype that its rule does not fit. Both say what to do. State appears with the first step, so check before every
     rescaling; it costs a few dictionary lookups per parameter and reads no tensor.
     """
     rule = state_rule(optimizer)
@@ -151,7 +170,10 @@ def check_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 def _check_state(name: str, rule: StateRule, state: Mapping[str, Any], param: Tensor) -> None:
     for key, value in state.items():
         if key not in rule:
-            raise ValueError(f"{name} keeps a state {key!r} for which equinorm has no rule. {_remedy(name, key)}")
+            there = ", ".join(map(repr, state))
+            raise ValueError(
+                f"{name} keeps a state {key!r} for which equinorm has no rule (it keeps {there}). {_remedy(name, key)}"
+            )
         if value is None or rule.powers.get(key, 0.0) == 0.0:
             continue
         if not isinstance(value, Tensor) or value.shape != param.shape:
@@ -159,6 +181,11 @@ def _check_state(name: str, rule: StateRule, state: Mapping[str, Any], param: Te
             raise ValueError(
                 f"state {key!r} of {name} must have the parameter's shape {tuple(param.shape)} to follow a "
                 f"power of the factor, but is {actual}. Give equinorm.register_state_rule a function for it"
+            )
+        if not (value.is_floating_point() or value.is_complex()) or value.is_quantized:
+            raise ValueError(
+                f"state {key!r} of {name} has dtype {value.dtype}, which cannot be multiplied by a factor. Give "
+                "equinorm.register_state_rule a function that reads it, multiplies and writes it again"
             )
     for keys in rule.together:
         held = [key for key in keys if state.get(key) is not None]
@@ -174,7 +201,7 @@ def _remedy(name: str, key: str = "exp_avg") -> str:
 
 
 def powered_state(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[str, tuple[float, list[Tensor | None]]]:
-    """The state that follows a power of the factor: key -> the power, and what each of `params` holds there.
+    """The state that follows a power of the factor: key -> the power, and what each of `params` has there.
 
     >>> powered_state(sgd, [w])    # {"momentum_buffer": (-1.0, [tensor])}
     """
@@ -231,7 +258,7 @@ def carry_state_(
             value.mul_(w**power if power > 0.0 else g**-power)
     for keys, carry in rule.together.items():
         if state.get(keys[0]) is not None:
-            carry(state, w, g)
+            carry(state, w.expand(param.shape), g.expand(param.shape))
 
 
 def step_is_linear(optimizer: Optimizer | type[Optimizer]) -> bool:
@@ -247,29 +274,15 @@ def decoupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float | T
     moves `lr`; a parameter without a gradient is not decayed. ASGD's `lambd` is not counted: it follows a
     step size of its own, kept in the state.
     """
-    if not group.get("decoupled_weight_decay", state_rule(optimizer).decoupled):
+    decoupled = group.get("decoupled_weight_decay", state_rule(optimizer).decoupled)
+    if not decoupled or not group.get("weight_decay", 0.0):
         return 0.0
-    decay: float | Tensor = group["lr"] * group.get("weight_decay", 0.0)
+    decay: float | Tensor = decoupled(optimizer, group) if callable(decoupled) else group["lr"] * group["weight_decay"]
     return decay
 
 
 def _carry_factored_squares(state: dict[str, Any], w: Tensor, g: Tensor) -> None:
-    """Adafactor keeps row and column means of the squares, read as V[o,i] = row[o]·col[i] / mean(col).
-
-    The new means are those of V·g²:  row'[o] = row[o] · Σ_i col[i]·g[o,i]² / Σ_i col[i], and likewise for
-    columns, for any g that broadcasts. Exact where the squares have rank one, the case Adafactor is made for.
-    """
-    row, col = state["row_var"], state["col_var"]  # [..., o, 1] and [..., 1, i]
-    squares = g.square()
-    row_change = _ratio((col * squares).mean(-1, keepdim=True), col.mean(-1, keepdim=True))
-    col_change = _ratio((row * squares).mean(-2, keepdim=True), row.mean(-2, keepdim=True))
-    row.mul_(row_change)
-    col.mul_(col_change)
-
-
-def _ratio(new: Tensor, old: Tensor) -> Tensor:
-    """new / old, or 1 where all squares are still zero and there is nothing to carry."""
-    return torch.where(old > 0, new / old, 1.0)
+    carry_factored_squares_(state["row_var"], state["col_var"], g)  # [..., o, 1] and [..., 1, i]
 
 
 _ADAM: Rules = {"step": 0, "exp_avg": -1, "exp_avg_sq": -2}

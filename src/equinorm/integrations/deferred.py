@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..models.unwrapping import unwrap
+
 __all__ = ["Deferred", "check_options", "inputs_from_batch"]
 
 
@@ -83,7 +85,8 @@ def inputs_from_batch(model: nn.Module, batch: Any) -> Any:
     >>> inputs_from_batch(model, (images, labels))
     (images,)
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    # a wrapper passes on whatever it gets, so what is taken stands in the model inside
+    parameters = inspect.signature(unwrap(model).forward).parameters.values()
     if isinstance(batch, Mapping):
         named = {p.name for p in parameters}
         kept = {key: value for key, value in batch.items() if key in named and key not in LABELS}

@@ -128,7 +128,9 @@ class ENormCallback(TrainerCallback):
         return folder
 
     def _begin(self, model: nn.Module, optimizer: Any, inputs: Any) -> None:
-        enorm = ENorm(model, getattr(optimizer, "optimizer", optimizer), inputs, **self.options)
+        enorm = ENorm(model, optimizer, inputs, **self.options)
+        if self.resume_from is False:
+            enorm.load_state_dict(enorm.state_dict())  # as asked: the scales count from here
         if self._size is not None:
             size = _size(enorm.weights().values())
             if not math.isclose(size, self._size, rel_tol=1e-6):

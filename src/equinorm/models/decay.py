@@ -19,7 +19,7 @@ def no_weight_decay(model: nn.Module) -> set[str]:
 
     >>> groups = timm.optim.param_groups_weight_decay(model, 0.05, no_weight_decay_list=equinorm.no_weight_decay(model))
     """
-    model = unwrap(model)
+    given, model = model, unwrap(model)
     names = {name for name, p in model.named_parameters() if p.ndim <= 1}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -30,4 +30,6 @@ def no_weight_decay(model: nn.Module) -> set[str]:
                     names.add(prefix + name)
         elif callable(named := getattr(module, "no_weight_decay", None)):
             names.update(prefix + name for name in named())
-    return names & {name for name, _ in model.named_parameters()}
+    found = {id(p) for name, p in model.named_parameters() if name in names}
+    # wrappers put a prefix before names, and whoever asks may go by either
+    return {name for each in (model, given) for name, p in each.named_parameters() if id(p) in found}

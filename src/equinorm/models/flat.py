@@ -56,7 +56,8 @@ def refuse_flat_optimizer(optimizer: Any) -> None:
 
 
 def refuse_shards(model: nn.Module, who: str, remedy: str) -> None:
-    """Raise, with nothing changed, where parameters are sharded (DTensor) and `who` cannot have that."""
+    """Raise, with nothing changed, where parameters are sharded (DTensor, or flat) and `who` cannot have that."""
+    refuse_flat_model(model)
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise TypeError(f"{who} needs whole parameters, and {name!r} is sharded over processes (DTensor): {remedy}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..symmetry.capture import unwrap
+from .unwrapping import unwrap
 
 __all__ = ["has_running_statistics", "update_statistics_"]
 

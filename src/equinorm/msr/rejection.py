@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from ..launch import dense, kernels
 from ..models.closures import closure_of, with_closure
 from ..models.filters import filter_norm
 from ..models.flat import refuse_flat_model
+from ..models.frozen import held_by
 from ..models.handle import Handle
 from ..models.parametrized import originals
 from ..models.sharding import Part, local, part_of, processes_of, reshard
+from ..models.unwrapping import unwrap, unwrap_optimizers
 from .apply import first_spatial, is_spatial, scaled_kernels
 from .functional import centre_, luma_pull, window
 
@@ -46,6 +48,9 @@ class MeanShiftRejection:
     Parameters may be sharded (DTensor: FSDP2): each process works on its parts, and two numbers are added up over all.
     Put `mean_shift_rejection_` on the model before it is sharded, and make this and the optimizer afterwards.
 
+    Model and optimizer may be wrapped (compiled, DDP, accelerate, Opacus). Of several optimizers it acts on the one
+    that holds the kernels.
+
     As of `clip_grad_norm_`, gradients are changed in place; call the optimizer once for each backward pass.
 
     A model without scaled kernels can have its plain spatial kernels centred (except the first, if
@@ -55,7 +60,7 @@ class MeanShiftRejection:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         z: float = 0.85,
         luma: float = 5e-4,
         exclude_first: bool = True,
@@ -68,6 +73,8 @@ class MeanShiftRejection:
             raise ValueError(f"luma must not be negative, got {luma}")
         if max_step is not None and max_step <= 0.0:
             raise ValueError(f"max_step must be positive, or None for no limit; got {max_step}")
+        model = unwrap(model)
+        optimizers = unwrap_optimizers(optimizer)
         refuse_flat_model(model)
         reshard(model)
         layers = dict(scaled_kernels(model))
@@ -83,6 +90,7 @@ class MeanShiftRejection:
         if not layers:
             raise ValueError("the model has no spatial kernels whose gradients could be centred")
 
+        optimizer = optimizers[0] if len(optimizers) == 1 else _holding(optimizers, layers)
         self.model, self.optimizer = model, optimizer
         self.z, self.luma, self.centre_luma, self.max_step = z, luma, centre_luma, max_step
         self._exclude_first = exclude_first
@@ -319,6 +327,18 @@ class MeanShiftRejection:
         if self._handle is not None:
             twin.attach()
         return twin
+
+
+def _holding(optimizers: Sequence[Optimizer], layers: Mapping[str, nn.Module]) -> Optimizer:
+    """The one optimizer that has the kernels of these layers."""
+    kernels_of = {id(p) for layer in layers.values() for p in layer.parameters() if p.ndim > 1}
+    found = [optimizer for optimizer in optimizers if kernels_of & held_by([optimizer])]
+    if len(found) != 1:
+        raise ValueError(
+            f"mean shift rejection acts on one optimizer, and {len(found) or 'none'} of the {len(optimizers)} hold its "
+            "kernels: put the kernels, and what belongs to their layers, into one optimizer"
+        )
+    return found[0]
 
 
 def _norm(parts: list[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..models.flat import refuse_flat_model, refuse_shards
 from ..models.patterns import Keep
+from ..models.unwrapping import unwrap
 from .shapes import settle, storages_of
 from .traceless import forgotten, is_plain, undisturbed
 
@@ -56,23 +57,11 @@ class Captured:
     call_sites: dict[str, str]  # for each module, the line of the user's code that called it
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside `torch.compile` and data-parallel wrappers."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
 def capture(model: nn.Module, example_inputs: Any, keep: Iterable[str] = ()) -> Captured:
     """Export `model` on `example_inputs`; parameters that `keep` names, or their modules, count as constants."""
+    model = unwrap(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    refuse_flat_model(model)
-    model = unwrap(model)
     refuse_flat_model(model)
     refuse_shards(
         model,

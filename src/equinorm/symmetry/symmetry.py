@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..models.flat import refuse_flat_model
 from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
-from .capture import Captured, capture, unwrap
+from ..models.unwrapping import unwrap
+from .capture import Captured, capture
 from .explain import Explainer, Explanation, where
 from .holding import holding
 from .interpreter import Interpreter
@@ -142,7 +143,6 @@ class Symmetry:
 
     def bind(self, model: nn.Module) -> Symmetry:
         """The same symmetry on another copy of the model: an average of its weights, a deepcopy, a sharded one."""
-        refuse_flat_model(model)
         model = unwrap(model)
         refuse_flat_model(model)
         reshard(model)

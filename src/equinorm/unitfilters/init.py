@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import meant
+from ..models.flat import refuse_shards
 from ..models.inputs import call
 from ..models.parametrized import originals
 from ..models.unwrapping import unwrap
@@ -66,6 +67,7 @@ def data_init_(
     """
     if per not in ("layer", "channel"):
         raise ValueError(f'per is "layer" or "channel", got {per!r}')
+    refuse_shards(model, "data_init_", "call it before the model is sharded")
     model = unwrap(model)
     settings = _settings(model, modules, per)
     order: list[str] = []

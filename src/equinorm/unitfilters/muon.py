@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..models.sharding import is_sharded
 from .functional import orthogonalize
 
 __all__ = ["Muon", "update_scale"]
@@ -77,6 +78,13 @@ class Muon(Optimizer):
                 raise ValueError(
                     f"parameter {number} of the group, of shape {tuple(p.shape)} and {p.dtype}, has no filters to be "
                     "orthogonalized: give biases and gains to another optimizer, such as torch.optim.SGD"
+                )
+            if is_sharded(p):
+                self.param_groups.pop()
+                raise TypeError(
+                    f"parameter {number} of the group is sharded over processes (DTensor), and only a whole matrix can "
+                    "be orthogonalized: give it to another optimizer, such as torch.optim.AdamW, or train with "
+                    "DistributedDataParallel"
                 )
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..models.flat import refuse_shards
 from ..models.layers import LAYERS, TRANSPOSED, LayerReport, filter_dim, select, tied_weights
 from ..models.parametrized import originals, parametrized_layers, why_not_parametrize
 from ..models.saving import guard_saving_
@@ -96,6 +97,7 @@ def unit_filters_(
 
     >>> print(unit_filters_(model, keep=["stem"]))
     """
+    refuse_shards(model, "unit_filters_", "put it on the model before it is sharded")
     model, over = unwrap(model), mean_over(zero_mean)
     tied = tied_weights(model)
     every = list(select(model, LAYERS, keep, layers))

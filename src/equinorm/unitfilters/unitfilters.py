@@ -13,10 +13,11 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ..errors import counted, meant
+from ..models.flat import refuse_flat_model, refuse_flat_optimizer
 from ..models.handle import Handle
 from ..models.layers import LAYERS, TRANSPOSED
 from ..models.parametrized import originals, parametrized_layers
-from ..models.unwrapping import unwrap
+from ..models.unwrapping import unwrap, unwrap_optimizers
 from .functional import Filters, Over, mean_over, project_all_, tangent_all_
 from .parametrization import UnitFilter, has_unit_filters
 
@@ -34,6 +35,9 @@ class UnitFilters:
 
     Nothing happens before `attach()`, and nothing in it: filters that do not have length 1 get it with the first step
     or with `project_()`. What the optimizer remembers is left as it is.
+
+    Parameters may be sharded (DTensor: FSDP2), with `unit_filters_` on the model before; along the axis of the filters
+    nothing is communicated.
 
     Args:
         model: whose layers `unit_filters_` was put on; or any other, with `layers` or `parameters`.
@@ -58,12 +62,15 @@ class UnitFilters:
         layers: Iterable[str] = (),
         parameters: Iterable[Tensor] = (),
     ) -> None:
-        self.optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-        for one in self.optimizers:
+        self.optimizers = unwrap_optimizers(optimizer)
+        given: tuple[Any, ...] = self.optimizers
+        for one in given:
             if not isinstance(one, Optimizer):
+                refuse_flat_optimizer(one)
                 raise TypeError(
                     f"expected a torch.optim.Optimizer, got {type(one).__name__}; of a wrapper, pass what it wraps"
                 )
+        refuse_flat_model(model)
         _check_project(project)
         self.model = model
         self.zero_mean, self.project, self.tangent = zero_mean, project, tangent

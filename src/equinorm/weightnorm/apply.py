@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..models.filters import centre_filters, filter_norm
+from ..models.flat import refuse_shards
 from ..models.layers import LAYERS, TRANSPOSED, LayerReport, fans, filter_dim, select, tied_weights
 from ..models.parametrized import originals, why_not_parametrize
 from ..models.patterns import Keep
@@ -127,6 +128,7 @@ def _select(
     model: nn.Module, keep: Iterable[str], layers: Iterable[str] | None, *, centred: bool
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """(layers by name, why others were skipped); whatever is wrong is raised here, before any change."""
+    refuse_shards(model, "a method of the weight norm family", "put it on the model before it is sharded")
     selected: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     tied = tied_weights(model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import counted
+from ..models.flat import refuse_shards
 from ..models.inputs import call
 from ..models.parametrized import originals, parametrized_layers
 from .parametrizations import WITH_GAIN
@@ -62,6 +63,7 @@ def data_dependent_init_(model: nn.Module, batch: Any) -> InitReport:
 
     >>> weight_norm_(model); data_dependent_init_(model, images[:512])
     """
+    refuse_shards(model, "data_dependent_init_", "call it before the model is sharded")
     layers = {layer: name for name, layer in parametrized_layers(model, *WITH_GAIN)}
     if not layers:
         raise ValueError("no layer of the model is weight-normed: call weight_norm_(model) first")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..biases import Gains
-from ..optimizer_state import carry_state_, needs_functions, powered_state
+from ..optimizer_state import carry_state_, needs_functions, powered_state, step_is_linear
 from .protocol import Problem, Step, TrainingState
 
 __all__ = ["FusedStep", "ParameterLayouts", "TensorSet"]
@@ -107,12 +107,15 @@ class FusedStep(Step):
 
     def step(self, state: TrainingState) -> bool:
         names, weights = list(state.weights), list(state.weights.values())
-        fitting, linear = self.memory.fitting, state.biases.linear
-        powered = powered_state(state.optimizer, weights)
-        carried = {key: TensorSet(fitting(held), power, linear) for key, (power, held) in powered.items()}
+        fitting = self.memory.fitting
+        powered, carried = [], []
+        for optimizer in state.optimizers:
+            linear = step_is_linear(optimizer)
+            powered.append(powered_state(optimizer, weights))
+            carried.append({key: TensorSet(fitting(held), power, linear) for key, (power, held) in powered[-1].items()})
         twins = [TensorSet(fitting(other.tensor(name) for name in names), 1.0) for other in state.companions]
         gradients = [TensorSet(fitting(q.grad for q in weights), -1.0)] if state.gradients else []
-        self.bind([TensorSet(weights, 1.0), *carried.values(), *twins, *gradients])
+        self.bind([TensorSet(weights, 1.0), *(x for sets in carried for x in sets.values()), *twins, *gradients])
         s = self.sweep(self.problem.cycles)[:-1]
         if (representable := self.representable(s, state.weights)) is not s:
             s.copy_(representable)
@@ -120,23 +123,26 @@ class FusedStep(Step):
         torch.autograd.graph.increment_version(weights)
         complete = True
         for i, (name, tensor) in enumerate(state.weights.items()):
-            done = {key for key, tensors in carried.items() if tensors.tensors[i] is not None}
-            missing = any(held[i] is not None for key, (_, held) in powered.items() if key not in done)
             gradient = tensor.grad if gradients and gradients[0].tensors[i] is None else None
             others = [
                 other.tensor(name)
                 for other, tensors in zip(state.companions, twins, strict=True)
                 if tensors.tensors[i] is None
             ]
-            state_left = missing or needs_functions(state.optimizer, tensor)
-            if not (state_left or others or gradient is not None):
+            left = []  # the optimizers with state that is not done, and what is
+            for optimizer, of, sets in zip(state.optimizers, powered, carried, strict=True):
+                done = {key for key, tensors in sets.items() if tensors.tensors[i] is not None}
+                missing = any(held[i] is not None for key, (_, held) in of.items() if key not in done)
+                if missing or needs_functions(optimizer, tensor):
+                    left.append((optimizer, done))
+            if not (left or others or gradient is not None):
                 continue
             complete = False
             factor = self.terms(name).factor(self.s)
             if gradient is not None:
                 gradient.div_(factor)
-            if state_left:
-                carry_state_(state.optimizer, tensor, factor, state.biases.gradient_gain(name), skip=done)
+            for optimizer, done in left:
+                carry_state_(optimizer, tensor, factor, state.biases.gradient_gain(name), skip=done)
             for twin in others:
                 twin.mul_(factor.to(twin.device))
         return complete and representable is s and self.repeats

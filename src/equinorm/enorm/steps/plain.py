@@ -46,7 +46,8 @@ class PlainStep(Step):
             tensor.mul_(factor)
             if state.gradients and tensor.grad is not None:
                 tensor.grad.div_(factor)
-            carry_state_(state.optimizer, tensor, factor, state.biases.gradient_gain(name))
+            for optimizer in state.optimizers:
+                carry_state_(optimizer, tensor, factor, state.biases.gradient_gain(name))
             for other in state.companions:
                 twin = other.tensor(name)
                 twin.mul_(factor.to(twin.device))

@@ -55,7 +55,7 @@ class TrainingState:
     """All that one step moves."""
 
     weights: Mapping[str, Tensor]  # as in `Problem.terms`
-    optimizer: Optimizer
+    optimizers: Sequence[Optimizer]
     companions: Sequence[Symmetry]
     gradients: bool  # whether `.grad` moves along
     biases: SafeBiases

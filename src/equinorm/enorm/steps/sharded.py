@@ -50,21 +50,23 @@ class ShardedStep(PlainStep):
         padded = torch.cat([s, s.new_zeros(1)])
         self.log_t += s
         self.gains.measure_(self.log_t)
-        powered = powered_state(state.optimizer, list(state.weights.values()))
+        weights = list(state.weights.values())
+        powered = [powered_state(optimizer, weights) for optimizer in state.optimizers]
         for i, (name, tensor) in enumerate(state.weights.items()):
             factor = self.terms(name).factor(padded)
             parts[name].mul_(factor)
             if state.gradients and tensor.grad is not None:
                 local(tensor.grad).div_(self._factor(name, tensor.grad, tensor, factor, padded))
             gain = state.biases.gradient_gain(name)
-            for power, held in powered.values():
-                if (value := held[i]) is not None:
-                    own = self._factor(name, value, tensor, factor, padded)
-                    local(value).mul_(own**power if power > 0 or gain is None else (gain / own) ** -power)
-            if needs_functions(state.optimizer, tensor):
-                whole = None if gain is None else sharded_like(gain.expand_as(parts[name]), tensor)
-                along = sharded_like(factor.expand_as(parts[name]), tensor)
-                carry_state_(state.optimizer, tensor, along, whole, skip=set(powered))
+            for optimizer, of in zip(state.optimizers, powered, strict=True):
+                for power, held in of.values():
+                    if (value := held[i]) is not None:
+                        own = self._factor(name, value, tensor, factor, padded)
+                        local(value).mul_(own**power if power > 0 or gain is None else (gain / own) ** -power)
+                if needs_functions(optimizer, tensor):
+                    whole = None if gain is None else sharded_like(gain.expand_as(parts[name]), tensor)
+                    along = sharded_like(factor.expand_as(parts[name]), tensor)
+                    carry_state_(optimizer, tensor, along, whole, skip=set(of))
             for other in state.companions:
                 twin = other.tensor(name)
                 local(twin).mul_(self._factor(name, twin, tensor, factor, padded).to(twin.device))

@@ -11,7 +11,9 @@ Only when asked for:
 equinorm bench kernels         an ENorm step kernel by kernel, on a GPU
 equinorm bench instruments     what `equinorm.diagnostics` shows on CIFAR-10, and what recording costs
 equinorm bench checkpoint      an 8 GB folder of transformers, balanced, beside a copy of it: time and memory
+equinorm bench sharded         what an ENorm cycle communicates beside its training step, over 2 and 4 processes
 
 In reading order: `run` (the parts), `output` (how a measurement is summed up and written); `steps`, `scaling`,
-`balance`, `throughput`, `kernels`, `instruments` and `checkpoint` (one part each); `llama` (a net for `steps`).
+`balance`, `throughput`, `kernels`, `instruments`, `checkpoint` and `sharded` (one part each); `traffic` (counts
+collectives); `llama` (a net for `steps` and `sharded`).
 """

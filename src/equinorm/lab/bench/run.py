@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ...errors import UserError
 from ..training.trainer import chosen_device
-from . import balance, checkpoint, instruments, kernels, scaling, steps, throughput
+from . import balance, checkpoint, instruments, kernels, scaling, sharded, steps, throughput
 from .output import facts, save, show
 
 __all__ = ["PARTS", "run"]
@@ -44,6 +44,7 @@ def run(
         "kernels": kernels.NAMES,
         "instruments": ["cost", *instruments.PARTS],
         "checkpoint": checkpoint.NAMES,
+        "sharded": sharded.NAMES,
     }
     _check("network or run", only, dict.fromkeys(name for part in parts or PARTS for name in names[part]))
     _check("variant", variants, dict.fromkeys(v.name for network in networks.values() for v in network.variants))
@@ -208,6 +209,16 @@ def _checkpoint(bench: _Bench) -> None:
     bench.written += save(bench.out, "bench_checkpoint", text, found, bench.about_cpu)
 
 
+def _sharded(bench: _Bench) -> None:
+    chosen = [name for name in sharded.NAMES if bench.wanted(name)]
+    if not chosen:
+        return
+    with bench.status() as say:
+        found = sharded.measure(chosen, bench.repeats, bench.quick, say)
+    text = show([sharded.table_of(found)], bench.console, width=170)
+    bench.written += save(bench.out, "bench_sharded", text, found, bench.about_cpu)
+
+
 def _speeds(found: list[throughput.Speed]) -> Table:
     title = "Time per run, several runs side by side (median; spread of the middle half)"
     shown = Table(title=title, title_justify="left")
@@ -231,5 +242,6 @@ ON_REQUEST: dict[str, Callable[[_Bench], None]] = {
     "kernels": _kernels,
     "instruments": _instruments,
     "checkpoint": _checkpoint,
+    "sharded": _sharded,
 }
 """Parts that are left out unless they are named."""

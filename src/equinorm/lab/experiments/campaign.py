@@ -32,7 +32,7 @@ from ..training.store import Record, Store
 from ..training.trainer import Outcome, chosen_device, in_words, load_checkpoint, train_all
 from . import ruff2020, stock2019
 from .artifacts import Artifact, all_artifacts
-from .common import Chosen, choose, chosen_text, committed
+from .common import Chosen, choose, chosen_text, committed, score
 
 __all__ = [
     "CHOSEN",
@@ -68,12 +68,40 @@ class Item:
     n: int | None = None  # seeds of each cell; None: all that the recipe has
     after: str = ""  # the item that decides the settings of this one
     note: str = ""
+    best: int = 0  # so many rows in each column: those that are best in the runs of `after`; 0: all
 
-    def runs(self, artifacts: Mapping[str, Artifact], toy: bool = False) -> tuple[Run, ...]:
+    def runs(
+        self, artifacts: Mapping[str, Artifact], toy: bool = False, records: Records | None = None
+    ) -> tuple[Run, ...]:
         """Its runs, the first seed of every cell before the second, so that a cut leaves a balanced grid."""
-        part = artifacts[self.artifact].part(self.rows, self.columns)
-        part = replace(part, cells=tuple(replace(cell, runs=cell.runs[: self.n]) for cell in part.cells))
+        part = self.part(artifacts, records or {}, toy)
         return (part.toy() if toy else part).runs()
+
+    def part(self, artifacts: Mapping[str, Artifact], records: Records, toy: bool = False) -> Artifact:
+        """Its cells, with as many seeds as it wants."""
+        part = artifacts[self.artifact].part(self.rows, self.columns)
+        cells = part.cells
+        if self.best:
+            (first,) = (item for item in ITEMS if item.name == self.after)
+            ranking = _ranking(first.part(artifacts, records, toy), records, toy)
+            cells = tuple(cell for cell in cells if cell.row in ranking.get(cell.column, [])[: self.best])
+        return replace(part, cells=tuple(replace(cell, runs=cell.runs[: self.n]) for cell in cells))
+
+
+def _ranking(part: Artifact, records: Records, toy: bool) -> dict[str, list[str]]:
+    """The rows of each column, the best mean of test accuracies first; in their order while any is missing."""
+    by_column: dict[str, list[tuple[float, str]]] = {}
+    for cell in (part.toy() if toy else part).cells:
+        found = [_accuracy(records, None, run) for run in cell.runs]
+        known = [score(value) for value in found if value is not None]
+        whole = statistics.fmean(known) if len(known) == len(found) else math.nan
+        by_column.setdefault(cell.column, []).append((whole, cell.row))
+    return {
+        column: [
+            row for _, row in (cells if any(math.isnan(v) for v, _ in cells) else sorted(cells, key=lambda c: -c[0]))
+        ]
+        for column, cells in by_column.items()
+    }
 
 
 EXPLICIT, IMPLICIT = stock2019.NV_ROWS[:5], stock2019.NV_ROWS[5:]
@@ -133,6 +161,39 @@ ITEMS = (
         note="what tables 2 and 3 leave open, one thing at a time",
     ),
     Item("ruff-variants", "ruff2020/variants", note="what ruff2020 leaves open, one thing at a time"),
+    # the authors' own programs, what was missing and today's rivals, in the order in which they settle most
+    Item("ruff-program", "ruff2020/program", note="ResNet-110 as the authors' program has it, 200 epochs"),
+    Item("ruff-program-z1", "ruff2020/program-z1", note="its claim that zmg 1 diverges at lr 0.4"),
+    Item("ruff-program-back", "ruff2020/program-differences", note="back to ours, one difference at a time"),
+    Item(
+        "figure4-released",
+        "stock2019/figure4-released",
+        rows=stock2019.RELEASED_ROWS,
+        n=3,
+        after="tuning-fc",
+        note="figure 4 as the authors' program has it: six methods, ten depths",
+    ),
+    Item(
+        "figure4-released-cycles",
+        "stock2019/figure4-released",
+        rows=(stock2019.KEPT, *stock2019.PAPERS_CYCLE),
+        n=3,
+        after="tuning-fc",
+        note="the same with the classifier named in keep=, and with the paper's cycle",
+    ),
+    Item("nv-released", "stock2019/cifar-nv-released", n=3, note="CIFAR-NV with the released head, ENorm c = 1.1"),
+    Item("biases", "stock2019/biases", n=5, note="biases that are not balanced, beside plain and safe ones"),
+    Item("tuning-gn-8", stock2019.GN_TUNING, note="GN's rate at batch 8, chosen anew for table 3"),
+    Item("repro-notebook", "repro2019/notebook", n=5, note="uniform start and negative rates of its notebook"),
+    Item("defazio-normalized", "defazio2018/normalized", n=2, note="normalized inputs, alpha = 2: four settings each"),
+    Item(
+        "defazio-normalized-4",
+        "defazio2018/normalized",
+        n=4,
+        after="defazio-normalized",
+        best=1,
+        note="the best setting of each method, n = 4",
+    ),
 )
 
 
@@ -313,9 +374,9 @@ def standing(
     found: list[Standing] = []
     seen: set[str] = set()
     for item in items:
-        wanted = item.runs(artifacts, toy)
+        wanted = item.runs(artifacts, toy, records)
         missing = tuple(run for run in wanted if run.key not in records)
-        first = by_name[item.after].runs(artifacts, toy) if item.after else ()
+        first = by_name[item.after].runs(artifacts, toy, records) if item.after else ()
         waits = any(run.key not in records for run in first)
         seconds = sum(speeds(run).of(side_by_side) for run in missing if run.key not in seen)
         found.append(Standing(item, wanted, missing, seconds, waits))

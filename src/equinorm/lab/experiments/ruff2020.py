@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..training.runs import Data, Method, Model, Optim, Run
-from ..training.schedules import Step
+from ..training.schedules import Constant, Step
 from .artifacts import Artifact, Cell, Claim, seeds
 from .common import Means, changed, score, toy_run, trained
 
@@ -452,5 +453,182 @@ AT_FULL_LENGTH = Artifact(
 )
 
 
+# -- as the authors' program has it ------------------------------------------------------------------------------------
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PROGRAM_Z = 0.9
+PROGRAM_BASE = replace(
+    changed(BASE, skips="A behind", init="xavier_normal"),
+    data=replace(BASE.data, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+)
+
+
+def grown(run: Run, z: float) -> Run:
+    """With the gradient (1 + z) g - z mean(g).
+
+    That is (1 + z) times g - z' mean(g) with z' = z / (1 + z): centring by z' and a rate 1 + z times as high, for V
+    has momentum and no decay.
+    """
+    optim = replace(run.optim, kernel_rate=1 + z)
+    return replace(run, method=Method("msr", {**run.method.options, "z": z / (1 + z)}), optim=optim)
+
+
+def centred(run: Run, z: float) -> Run:
+    """With the gradient g - z mean(g), as the paper has it and an older function of the program."""
+    return replace(run, method=Method("msr", {**run.method.options, "z": z}), optim=replace(run.optim, kernel_rate=1.0))
+
+
+def program() -> Run:
+    """Mean shift rejection as the authors' program has it, with all that PROGRAM_PROTOCOL says."""
+    run = changed(
+        PROGRAM_BASE,
+        norm="msr",
+        norm_options={"log_gain": math.log(GAIN)},
+        noise=0.1,
+        noise_per="channel",
+        first_bias=True,
+        first_zero_mean=True,
+    )
+    options = {"luma": LUMA, "centre_luma": True, "classifier_luma": LUMA, "max_step": None, "bias_step": 1.0}
+    optim = replace(BASE.optim, lr=0.4, bias_rate=0.25, classifier_rate=0.25)
+    return grown(replace(run, method=Method("msr", options), optim=optim), PROGRAM_Z)
+
+
+def program_batchnorm() -> Run:
+    """BatchNorm as that program has it: Xavier's normal start, no warm-up."""
+    return replace(changed(PROGRAM_BASE, norm="batchnorm"), optim=replace(BASE.optim, lr=0.1, weight_decay=LUMA))
+
+
+def _method(run: Run, **options: Any) -> Run:
+    return replace(run, method=Method("msr", {**run.method.options, **options}))
+
+
+def _noise(run: Run, **options: Any) -> Run:
+    kept = {name: value for name, value in run.model.options.items() if not name.startswith("noise")}
+    return replace(run, model=replace(run.model, options={**kept, **options}))
+
+
+def _first_scaled(run: Run) -> Run:
+    scaled_too = {"log_gain": math.log(GAIN), "scale_first": True}
+    return changed(run, norm_options=scaled_too, first_zero_mean=False)
+
+
+def _own_statistics(run: Run) -> Run:
+    return replace(run, data=replace(run.data, mean=None, std=None))
+
+
+def _warm(run: Run) -> Run:
+    return replace(run, optim=replace(run.optim, schedule=replace(run.optim.schedule, warm_up=1.0)))
+
+
+PROGRAM_MSR, PROGRAM_BN = "CZMIG as its program", "BatchNorm as its program"
+BACK_TO_OURS: dict[str, Callable[[Run], Run]] = {  # one difference at a time
+    "no bias in the first layer": partial(changed, first_bias=False),
+    "the classifier as torch draws it": partial(changed, init="he_fan_out"),
+    "LUMA added to the centred gradient": partial(_method, centre_luma=False),
+    "noise per element": partial(_noise, noise=0.1),
+    "no noise, which the stored command leaves off": _noise,
+    "first layer e^g V with LUMA, not zero-mean": _first_scaled,
+    "skips padded on both sides": partial(changed, skips="A"),
+    "CIFAR-10's mean and deviation": _own_statistics,
+    "gradient g - z mean": partial(centred, z=PROGRAM_Z),
+    "gradient g - z mean, zmg 0.85": partial(centred, z=0.85),
+    "zmg 0.85": partial(grown, z=0.85),
+    "the classifier does not decay": partial(_method, classifier_luma=0.0),
+    "lr 0.4 for biases and classifier too": lambda run: replace(
+        run, optim=replace(run.optim, bias_rate=1.0, classifier_rate=1.0)
+    ),
+    "one epoch of warm-up": _warm,
+}
+BACK_TO_OURS_BN: dict[str, Callable[[Run], Run]] = {
+    "BatchNorm, He's initialization": partial(changed, init="he"),
+    "BatchNorm, one epoch of warm-up": _warm,
+    "BatchNorm, skips padded on both sides": partial(changed, skips="A"),
+    "BatchNorm, CIFAR-10's mean and deviation": _own_statistics,
+}
+
+PROGRAM_PROTOCOL = f"""\
+the authors' program of April 2020 has it, by facts read from it and a command line stored with it for ResNet-110:
+biases in the first convolution and the classifier only; the classifier starts from Xavier's normal distribution;
+e^g = {GAIN} at the start; V of every kernel is zero-mean and of length 1, the first layer too, which has neither
+e^g nor LUMA and keeps its gradient; LUMA (5e-4) is in the loss, before centring; the gradient of V is (1 + z) g - z
+mean(g) with z = {PROGRAM_Z}, so that means keep their step and all else is lengthened, which is centring by z / (1
++ z) at 1 + z times the rate; noise 0.1, one number per channel and example at what a residual unit reads, skip
+included; skips pad new channels on one side; inputs minus ImageNet's mean over its deviation; no warm-up. Learning
+rates: 0.4 for V and e^g, 0.1 for biases and classifier. The classifier's «unit-magnitude decay» of 5e-4 is read as
+LUMA of its rows. BatchNorm's convolutions start from Xavier's normal distribution, lr 0.1, weight decay 5e-4. The
+stored command lacks the switch that turns noise on; the paper's best row has it. 200 epochs of SGD with momentum
+0.9, batch 128, learning rate times 0.1 at epochs 100 and 150, crops of images padded by 4, flips. bfloat16 with
+float32 weights on a GPU."""
+
+
+def _cell(name: str, run: Run, n: int, paper: float | None = None, spread: float | None = None) -> Cell:
+    return Cell(name, DATA, seeds(replace(run, label=name), n), paper=paper, paper_spread=spread)
+
+
+AS_ITS_PROGRAM = Artifact(
+    name="ruff2020/program",
+    title="Table 1 as the authors' program has it",
+    says=TABLE_1.says,
+    protocol=f"{PROGRAM_PROTOCOL} n = 3.",
+    cells=(
+        _cell(PROGRAM_MSR, program(), 3, PRINTED[BEST].accuracy, PRINTED[BEST].spread),
+        _cell(PROGRAM_BN, program_batchnorm(), 3, PRINTED[BN].accuracy, PRINTED[BN].spread),
+    ),
+    claims=(Claim(AHEAD.text, above(PROGRAM_MSR, PROGRAM_BN)),),
+    variant_of="ruff2020/table1",
+    shrink=toy_run,
+)
+
+FROM_ITS_PROGRAM = Artifact(
+    name="ruff2020/program-differences",
+    title="From the authors' program back to ours, one difference at a time (ours)",
+    says="",
+    protocol=f"{PROGRAM_PROTOCOL}\nHere: {VARIANT_EPOCHS} epochs, and in each row one thing as in `ruff2020/table1` "
+    "(or as said), everything else as in the program. n = 1. Nothing is chosen by these runs.",
+    cells=(
+        _cell(PROGRAM_MSR, replace(program(), epochs=VARIANT_EPOCHS), 1),
+        *(_cell(name, replace(change(program()), epochs=VARIANT_EPOCHS), 1) for name, change in BACK_TO_OURS.items()),
+        _cell(PROGRAM_BN, replace(program_batchnorm(), epochs=VARIANT_EPOCHS), 1),
+        *(
+            _cell(name, replace(change(program_batchnorm()), epochs=VARIANT_EPOCHS), 1)
+            for name, change in BACK_TO_OURS_BN.items()
+        ),
+    ),
+    compares=False,
+    shrink=toy_run,
+)
+
+SHORTEST = 10
+Z_1_GROWN, Z_1_CENTRED = "zmg 1, gradient 2 g - mean", "zmg 1, gradient g - mean"
+
+
+def _short(run: Run) -> Run:
+    """Ten epochs at the first learning rate."""
+    return replace(run, epochs=SHORTEST, optim=replace(run.optim, schedule=Constant()))
+
+
+FULL_CENTRING = Artifact(
+    name="ruff2020/program-z1",
+    title="zmg 1 at lr 0.4, as the authors' program has it",
+    says="With zmg 1, learning rate 0.4 diverges.",
+    protocol=f"{PROGRAM_PROTOCOL}\nHere: the first {SHORTEST} epochs, at the learning rates of the start; the gradient "
+    "as in the program, and as in the paper. n = 1.",
+    cells=(
+        _cell(Z_1_GROWN, _short(grown(program(), 1.0)), 1),
+        _cell(Z_1_CENTRED, _short(centred(program(), 1.0)), 1),
+        _cell(PROGRAM_MSR, _short(program()), 1),
+    ),
+    claims=(
+        Claim(
+            "With zmg 1 nothing is learnt at lr 0.4",
+            lambda means: not any(trained(means, row, DATA) for row in (Z_1_GROWN, Z_1_CENTRED)),
+        ),
+    ),
+    shrink=toy_run,
+)
+
+
 def artifacts() -> list[Artifact]:
-    return [TABLE_1, TABLE_1_LOSS, *FIGURES, MAGNITUDE, DEFLATION, OPEN_CHOICES, AT_FULL_LENGTH]
+    tables = [TABLE_1, TABLE_1_LOSS, *FIGURES, MAGNITUDE, DEFLATION, OPEN_CHOICES, AT_FULL_LENGTH]
+    return [*tables, AS_ITS_PROGRAM, FROM_ITS_PROGRAM, FULL_CENTRING]

@@ -28,8 +28,25 @@ class GaussianNoise(nn.Module):
         return f"sigma={self.sigma}"
 
 
+class CornerMean(nn.Module):
+    """The mean of the upper left corner of each map: what a pool without padding leaves of a map that is too small for
+    a second window."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, : self.size, : self.size].mean((2, 3))
+
+    def extra_repr(self) -> str:
+        return f"{self.size}"
+
+
 @model("cifar_nv", "CIFAR-NV: 3 blocks of 3 convolutions for crops of 28 by 28", toy={"width": 4})
-def cifar_nv(make: Layers, in_shape: Shape, classes: int, *, width: int = 128, norms: str = "blocks") -> Chain:
+def cifar_nv(
+    make: Layers, in_shape: Shape, classes: int, *, width: int = 128, norms: str = "blocks", end: str = "average"
+) -> Chain:
     """CIFAR-NV of Gitman & Ginsburg 2017, which stock2019 trains in section 6.2.
 
     3×3 convolutions 128-128-128, pool, 256-256-256, pool, then 3×3 320, 1×1 320 and a classifier; pools are 3×3 maxima
@@ -40,27 +57,34 @@ def cifar_nv(make: Layers, in_shape: Shape, classes: int, *, width: int = 128, n
 
     The end differs between the two. Stock2019's program has a padded 1×1 convolution, a ReLU and the mean of a corner
     of its map; OpenSeq2Seq, and the words of stock2019, a fully connected layer. Here the map is averaged and then
-    classified, which is what a 1×1 convolution and a global average would give. No layer has a bias by default.
+    classified, which is what a 1×1 convolution and a global average would give; with `end="released"` it is as in
+    stock2019's program: a 1×1 convolution padded by 1, a ReLU on the logits, and the mean of a corner of 5×5 of its map
+    of 9×9. No layer has a bias by default.
     """
+    if end not in ("average", "released"):
+        raise ValueError(f'end is "average" or "released", got {end!r}')
     if norms not in ("blocks", "all"):
         raise ValueError(f'norms is "blocks" or "all", got {norms!r}')
     wide, last = 2 * width, 5 * width // 2
 
-    def block(a: int, b: int, kernels: Sequence[int], end: bool) -> nn.Sequential:
+    def block(a: int, b: int, kernels: Sequence[int], pooled: bool) -> nn.Sequential:
         parts: dict[str, nn.Module] = {}
         for i, kernel in enumerate(kernels, 1):
-            normed = norms == "all" or (end and i == len(kernels))
+            normed = norms == "all" or (pooled and i == len(kernels))
             parts[f"conv{i}"] = make.conv(a, b, kernel)
             parts[f"norm{i}"] = make.norm(b) if normed else nn.Identity()
             parts[f"relu{i}"] = make.relu(b)
             a = b
-        return named(**parts, pool=nn.MaxPool2d(3, 2, 1) if end else nn.Identity())
+        return named(**parts, pool=nn.MaxPool2d(3, 2, 1) if pooled else nn.Identity())
 
     stages = [
-        block(in_shape[0], width, (3, 3, 3), end=True),
-        block(width, wide, (3, 3, 3), end=True),
-        block(wide, last, (3, 1), end=False),
+        block(in_shape[0], width, (3, 3, 3), pooled=True),
+        block(width, wide, (3, 3, 3), pooled=True),
+        block(wide, last, (3, 1), pooled=False),
     ]
+    if end == "released":
+        make.classifier = make.conv(last, classes, 1, padding=1, role="linear")
+        return Chain(stages, named(classifier=make.classifier, relu=nn.ReLU(), corner=CornerMean(5)))
     return Chain(stages, make.head(last, classes, bias=make.bias))
 
 

@@ -11,16 +11,19 @@ from torch import Tensor, nn
 
 from ...equilibrium.layers import EquiNormLayer
 from ...models.parametrized import bake_weights_, parametrized_layers
+from ...msr import zero_mean_init_
 from ...weightnorm import WeightNorm, data_dependent_init_, weight_norm_
 from .chain import Chain
 
-__all__ = ["INITS", "initialise_", "initialise_from_data"]
+__all__ = ["INITS", "change_first_", "initialise_", "initialise_from_data"]
 
 _kaiming = partial(nn.init.kaiming_normal_, nonlinearity="relu")
 
 INITS: dict[str, Callable[..., Any] | None] = {
     "xavier": nn.init.xavier_uniform_,  # Glorot & Bengio 2010, equation 16: stock2019, CIFAR-10
+    "xavier_normal": nn.init.xavier_normal_,  # ruff2020's program
     "he": partial(_kaiming, mode="fan_in"),  # He et al. 2015: repro2019; stock2019, ImageNet
+    "he_uniform": partial(nn.init.kaiming_uniform_, nonlinearity="relu"),  # repro2019's notebook
     "he_fan_out": partial(_kaiming, mode="fan_out"),  # defazio2018
     "normal": partial(nn.init.normal_, std=0.05),  # Salimans & Kingma 2016
     "default": None,  # torch's
@@ -44,6 +47,16 @@ def initialise_(model: nn.Module, init: str, classifier: nn.Module) -> None:
                 layer.bias.zero_()
         if isinstance(layer, EquiNormLayer) and not layer.weight.is_meta:
             layer.balance_signs_()
+
+
+@torch.no_grad()
+def change_first_(model: nn.Module, bias: bool, zero_mean: bool) -> None:
+    """A bias for the first convolution alone, and filters of mean 0 and length 1 for it (ruff2020's program)."""
+    first = next(layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
+    if zero_mean:
+        zero_mean_init_(first.weight)
+    if bias and first.bias is None:
+        first.bias = nn.Parameter(torch.zeros(first.out_channels))
 
 
 def initialise_from_data(model: Chain, x: Tensor) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .chain import Chain
-from .initialisation import INITS, initialise_
+from .initialisation import INITS, change_first_, initialise_
 from .norms import Layers
 
 __all__ = ["build", "model", "names", "toy"]
@@ -73,14 +73,17 @@ def build(
     bias: bool | None = None,
     final_norm: str | None = None,
     data_init: bool | None = None,
+    first_bias: bool = False,
+    first_zero_mean: bool = False,
     **options: Any,
 ) -> Chain:
     """The model of that name, initialised from torch's global random numbers.
 
     - `norm`, `norm_options`, `bias`: see `norms`. An option goes to whichever method of "a+b" knows it.
-    - `init`: "he", "he_fan_out", "xavier", "normal" or "default"; see `INITS`.
+    - `init`: "he", "he_uniform", "he_fan_out", "xavier", "xavier_normal", "normal" or "default"; see `INITS`.
     - `final_norm="batchnorm"`: a norm behind the classifier (stock2019, section 6.2).
     - `data_init`: whether `initialise_from_data` has something to do. None: where the method on weights wants it.
+    - `first_bias`, `first_zero_mean`: a bias for the first convolution alone, filters of mean 0 and length 1 for it.
     - `options`: of the architecture; an error lists them. All have `width`, which scales every layer.
 
     >>> build("cifar_nv", classes=10, in_shape=(3, 28, 28), norm="none", init="xavier", final_norm="batchnorm")
@@ -89,7 +92,8 @@ def build(
     if unknown := set(options) - set(entry.options):
         raise ValueError(
             f"model {name!r} has no option {', '.join(sorted(unknown))}; besides those of every model (norm, "
-            f"norm_options, init, bias, final_norm, data_init) it has {', '.join(entry.options)}"
+            f"norm_options, init, bias, final_norm, data_init, first_bias, "
+            f"first_zero_mean) it has {', '.join(entry.options)}"
         )
     if init not in INITS:
         raise ValueError(f"unknown init {init!r}; expected one of {', '.join(INITS)}")
@@ -99,6 +103,8 @@ def build(
     built = entry.builder(make, tuple(in_shape), classes, **{**entry.defaults, **options})
     assert make.classifier is not None
     initialise_(built, init, make.classifier)
+    if first_bias or first_zero_mean:
+        change_first_(built, first_bias, first_zero_mean)
     make.put_on_(built)
     if make.weight is not None and make.weight.init is not None:
         built.init = make.weight.init

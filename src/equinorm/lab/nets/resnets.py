@@ -1,6 +1,7 @@
 """Residual networks: for ImageNet and for CIFAR, wide ones, and those with the activation first.
 
-Skips are those of He et al. 2015, section 4.1. "A": the identity, zeros in new channels; "B": a learned 1×1 convolution
+Skips are those of He et al. 2015, section 4.1. "A": the identity, zeros in new channels, half of them before and half
+behind the old ones, or with "A behind" all behind, as in ruff2020's program; "B": a learned 1×1 convolution
 where the shape changes, the identity elsewhere; "C": a learned 1×1 convolution everywhere, which is what stock2019
 (section 4) needs. A learned skip has the same norm as the branch beside it. "A+norm": A with a norm on what it takes
 over where the shape changes, as BatchNorm has it in the program of Zhang et al. 2019 (Fixup).
@@ -24,11 +25,12 @@ Shape = tuple[int, int, int]
 
 
 class ZeroPaddedSkip(nn.Module):
-    """Skip A: every second pixel where the branch has a stride of 2, and zeros in the channels that are new."""
+    """Skip A: every second pixel where the branch has a stride of 2, and zeros in the channels that are new, on both
+    sides of the old ones or all `behind` them."""
 
-    def __init__(self, a: int, b: int, stride: int) -> None:
+    def __init__(self, a: int, b: int, stride: int, behind: bool = False) -> None:
         super().__init__()
-        self.stride, self.before = stride, (b - a) // 2
+        self.stride, self.before = stride, 0 if behind else (b - a) // 2
         self.after = b - a - self.before
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def _skip(make: Layers, a: int, b: int, stride: int, skips: str, preact: bool) -
     if skips == "C" or (skips == "B" and not same):
         conv = make.conv(a, b, 1, stride, role="linear")
         return named(conv=conv, norm=nn.Identity() if preact else make.norm(b))
-    return nn.Identity() if same else ZeroPaddedSkip(a, b, stride)
+    return nn.Identity() if same else ZeroPaddedSkip(a, b, stride, behind=skips == "A behind")
 
 
 def _stem(
@@ -113,8 +115,8 @@ def residual_net(
     zero_last: bool = False,
 ) -> Chain:
     """A stem, a stage of blocks for each of `widths`, each but the first halving the image, and a classifier."""
-    if skips not in ("A", "A+norm", "B", "C"):
-        raise ValueError(f'skips is "A", "A+norm", "B" or "C", got {skips!r}')
+    if skips not in ("A", "A behind", "A+norm", "B", "C"):
+        raise ValueError(f'skips is "A", "A behind", "A+norm", "B" or "C", got {skips!r}')
     if preact and skips == "A+norm":
         raise ValueError('with the activation first, skips have no norm: skips="A"')
     if zero_last and (preact or make.activation is None):
@@ -237,6 +239,7 @@ def resnet_cifar(
     noise_at: str = "unit",
     noise_per: str = "element",
     preact: bool = False,
+    last_activation: bool | None = None,
     zero_last: bool = False,
 ) -> Chain:
     """The ResNets of He et al. 2015 for CIFAR: depth 6n + 2, stages of `width`, twice and four times as many channels.
@@ -247,15 +250,17 @@ def resnet_cifar(
 
     `noise`: the amplitude of `InputNoise` at each residual unit, at what the whole unit or only its branch reads, per
     element, channel or example. `preact`: norm and ReLU come first in each unit, and once more behind the last (He et
-    al. 2016). `zero_last`: the gain of the last norm in each branch starts at 0 (Goyal et al. 2017).
+    al. 2016) unless `last_activation=False`, as in the program of Verma et al. `zero_last`: the gain of the last norm
+    in each branch starts at 0 (Goyal et al. 2017).
     """
     n, rest = divmod(depth - 2, 6)
     if rest or n < 1:
         raise ValueError(f"depth is 6n + 2 (20, 32, 44, 56, 110, ...); got {depth}")
+    last = preact if last_activation is None else last_activation
     return residual_net(
         make, in_shape, classes, blocks=(n, n, n), widths=(width, 2 * width, 4 * width), first_width=width,
         branch=basic, skips=skips, stem="cifar", noise=noise, noise_at=noise_at, noise_per=noise_per,
-        preact=preact, last_activation=preact, zero_last=zero_last,
+        preact=preact, last_activation=last, zero_last=zero_last,
     )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ function filter() {
     section.hidden = !show;
     shown += show;
   }
+  for (const card of document.querySelectorAll(".card"))
+    card.hidden = document.getElementById(card.dataset.for)?.hidden ?? false;
   for (const head of document.querySelectorAll("h2[data-paper]"))
     head.hidden = !sections.some(s => s.dataset.paper === head.dataset.paper && !s.hidden);
   form.querySelector("output").textContent = `${shown} of ${sections.length}`;
@@ -48,49 +50,8 @@ addEventListener("hashchange", () => { recall(); filter(); });
 recall();
 filter();
 
-// A figure fills the window: wheel, buttons or + and - zoom, dragging moves, Escape or × closes.
-const dialog = document.querySelector("dialog");
-let view = null, whole = null, drag = null;
-
-const svg = () => dialog.querySelector("svg");
-const show = box => { view = box; svg().setAttribute("viewBox", box.join(" ")); };
-
-function zoom(factor, x = 0.5, y = 0.5) {
-  const [left, top, width, height] = view;
-  const wide = Math.min(whole[2], Math.max(whole[2] / 20, width / factor)), high = wide * height / width;
-  if (wide >= whole[2]) return show(whole);
-  show([left + (width - wide) * x, top + (height - high) * y, wide, high]);
-}
-
-for (const button of document.querySelectorAll("figure button"))
-  button.addEventListener("click", () => {
-    svg()?.remove();
-    dialog.prepend(button.querySelector("svg").cloneNode(true));
-    whole = svg().getAttribute("viewBox").split(" ").map(Number);
-    show(whole);
-    dialog.showModal();
-  });
-dialog.addEventListener("click", event => {
-  const act = event.target.dataset?.act;
-  if (act === "close") dialog.close();
-  else if (act) zoom(act === "in" ? 1.5 : 1 / 1.5);
-});
-dialog.addEventListener("keydown", event => {
-  if (event.key === "+" || event.key === "=") zoom(1.5);
-  if (event.key === "-") zoom(1 / 1.5);
-});
-dialog.addEventListener("wheel", event => {
-  event.preventDefault();
-  zoom(event.deltaY < 0 ? 1.2 : 1 / 1.2, event.clientX / innerWidth, event.clientY / innerHeight);
-}, { passive: false });
-dialog.addEventListener("pointerdown", event => { if (!event.target.dataset?.act) drag = [event.clientX, event.clientY]; });
-addEventListener("pointerup", () => { drag = null; });
-dialog.addEventListener("pointermove", event => {
-  if (!drag || view === whole) return;
-  const scale = Math.max(view[2] / innerWidth, view[3] / innerHeight);
-  show([view[0] - (event.clientX - drag[0]) * scale, view[1] - (event.clientY - drag[1]) * scale, view[2], view[3]]);
-  drag = [event.clientX, event.clientY];
-});
-
 // Folded parts are printed too.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => { d.open = true; }));
+
+// What a link leads to is shown, whatever the filter says.
+addEventListener("hashchange", () => document.getElementById(location.hash.slice(1))?.removeAttribute("hidden"));

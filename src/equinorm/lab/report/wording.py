@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHOICE",
+    "COSTS",
     "HEADLINE",
     "IN_SHORT",
     "LEGEND",
     "MARKS",
     "NONE",
+    "RUN_COSTS",
     "SHORTLY",
     "TOY",
     "Glance",
@@ -69,17 +71,19 @@ LEGEND = (
     "✓ reproduced: within the tolerance, which stands in brackets after the difference. ▲ higher than the paper's "
     "accuracy by more than that. ✗ not reproduced: lower, or another number. ◐ in part. Diverged runs are counted, "
     "and are in no mean. Gains are in points of accuracy: the mean over the columns of a table or figure, and the "
-    "range; those within the spread of the runs mean little, and no method is the best by single runs. Costs are the "
-    "median time of a run on its device; of runs that shared it, their part: an even one in logs without pace, "
-    "whatever ran beside them, and a lower bound in logs without device_seconds, where it is not known how many "
-    "there were."
+    "range; those within the spread of the runs mean little, and no method is the best by single runs."
 )
+RUN_COSTS = (
+    "Costs are the median time of a run on its device. Of runs that shared it they are their part: an even one in logs "
+    "without pace, whatever ran beside them, and a lower bound in logs without device_seconds, where it is not known "
+    "how many there were."
+)
+COSTS = "The time of a training step, as a multiple of that without a norm. An empty cell was not measured."
 HEADLINE = (
     "Test accuracy on CIFAR-10 in %, mean ± standard deviation or median and interquartile range (IQR), and what the "
     "paper prints, where it prints a number. The best of a line is bold; a difference is «within the spread» if it "
     "is less than two standard errors. Nothing is bold where the highest is a single run, or all are: that is "
-    "undecided. An empty cell: not in the paper, and not tried. The last lines are what a method costs: the time of "
-    "a training step; empty where it was not measured."
+    "undecided. An empty cell: not in the paper, and not tried."
 )
 IN_SHORT = ("method", "best or level with the best in", "over no norm", "over BatchNorm", "time of a step")
 SHORTLY = (

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
-from ...msr import parameter_groups, scaled_kernels
+from ...enorm.reference import balance_chain_, paper_views
+from ...models.parametrized import originals
+from ...msr import luma_gradient, parameter_groups, scaled_kernels
 from .. import nets as models
 from .inputs import Inputs, Streamed
 from .precision import mixed_seed
 from .runs import Optim, Run
 
 __all__ = ["Parts", "build", "optimizer_of"]
+
+CLASSIFIER = "head.classifier.weight"
 
 
 @dataclass(eq=False)
@@ -61,12 +65,59 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
         return Parts(model, optimizer, enorm)
     if name == "msr":
         # the first runs were made without `centre_luma`, and do not say so
+        anchor = options.pop("classifier_luma", 0.0)
         rejection = MeanShiftRejection(model, optimizer, **{"centre_luma": False, **options})
         rejection.attach()
+        if anchor:
+            hold_length_(optimizer, model.get_parameter(CLASSIFIER), anchor)
         return Parts(model, optimizer, rejection)
-    if name != "none":
-        raise ValueError(f"unknown method {name!r}; there are none, enorm, implicit_enorm, path_sgd, msr")
+    if name == "enorm_chain":
+        balance_after_steps_(optimizer, model, **options)
+    elif name != "none":
+        raise ValueError(f"unknown method {name!r}; there are none, enorm, enorm_chain, implicit_enorm, path_sgd, msr")
     return Parts(model, optimizer, None)
+
+
+def balance_after_steps_(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    c: float = 1.0,
+    variant: Literal["paper", "released"] = "paper",
+    biases: str = "follow",
+) -> None:
+    """A cycle of algorithm 1 of stock2019 after every step, of a chain: as in the paper, or as in its program, which
+    leaves the last layer out and takes all norms before the cycle. With `biases="leave"`, as in that program, biases
+    stay what they are and the function changes."""
+    if biases not in ("follow", "leave"):
+        raise ValueError(f'biases "follow" the weights or are "leave", left as they are; got {biases!r}')
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    weights = [layer.weight for layer in layers]
+    offsets = [None if biases == "leave" else layer.bias for layer in layers]
+
+    def buffers(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if p is None else optimizer.state.get(p, {}).get("momentum_buffer") for p in parameters]
+
+    @torch.no_grad()
+    def cycle(*_: Any) -> None:
+        momenta = buffers(weights)
+        views = paper_views([w if m is None else m for w, m in zip(weights, momenta, strict=True)])
+        carried = [None if m is None else view for m, view in zip(momenta, views, strict=True)]
+        balance_chain_(
+            paper_views([w.detach() for w in weights]), offsets, carried, buffers(offsets), c=c, variant=variant
+        )
+
+    optimizer.register_step_post_hook(cycle)
+
+
+def hold_length_(optimizer: torch.optim.Optimizer, weight: Tensor, luma: float) -> None:
+    """LUMA for a weight that is no scaled kernel: in every step its rows are drawn to length 1 (ruff2020's program,
+    where the classifier decays so)."""
+
+    def pull(*_: Any) -> None:
+        if weight.grad is not None:
+            weight.grad += luma_gradient(weight.detach(), luma)
+
+    optimizer.register_step_pre_hook(pull)
 
 
 _SYMMETRIES: dict[str, Symmetry] = {}
@@ -111,10 +162,14 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
 
 def by_rate(parameters: Iterable[nn.Parameter], spec: Optim, model: nn.Module) -> list[dict[str, Any]]:
     """Groups of parameters that learn equally fast."""
-    biases = {id(p) for name, p in model.named_parameters() if name.endswith("bias")}
+    named = dict(model.named_parameters())
+    kernels = {id(originals(layer).original) for _, layer in scaled_kernels(model)} if spec.kernel_rate != 1 else set()
+    own = {id(p): spec.bias_rate for name, p in named.items() if name.endswith("bias")}
+    own |= {id(p): spec.classifier_rate for name, p in named.items() if name == CLASSIFIER}
+    own |= dict.fromkeys(kernels, spec.kernel_rate)
     groups: dict[float, list[nn.Parameter]] = {}
     for p in parameters:
-        part = (spec.norm_rate if of_outputs(p) else 1.0) * (spec.bias_rate if id(p) in biases else 1.0)
+        part = (spec.norm_rate if of_outputs(p) else 1.0) * own.get(id(p), 1.0)
         groups.setdefault(part, []).append(p)
     return [{"params": several, "part": part} for part, several in groups.items()]
 

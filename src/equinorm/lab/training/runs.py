@@ -54,7 +54,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Method:
-    """What acts on the weights while they are trained: none, enorm, implicit_enorm, path_sgd, msr."""
+    """What acts on the weights while they are trained: none, enorm, enorm_chain, implicit_enorm, path_sgd, msr."""
 
     name: str = "none"
     options: Options = field(default_factory=dict)
@@ -73,6 +73,8 @@ class Optim:
     name: str = "sgd"  # or "adam"
     norm_rate: float = field(default=1.0, metadata=LATER)  # of gains, offsets and biases, over that of the weights
     bias_rate: float = field(default=1.0, metadata=LATER)  # of offsets and biases, besides
+    kernel_rate: float = field(default=1.0, metadata=LATER)  # of V in e^g V (mean shift rejection)
+    classifier_rate: float = field(default=1.0, metadata=LATER)  # of the classifier's weights
 
 
 @dataclass(frozen=True)
