@@ -26,7 +26,7 @@ test-all: lint
 # The log is what docs/integrations.md is made of: scripts/integrations_table.py.
 test-integrations: $(INTEGRATIONS)/.installed
 	mkdir -p out
-	bash -o pipefail -c 'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PYTEST_ARGS) \
+	bash -o pipefail -c 'OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest --no-header tests/integrations $(PYTEST_ARGS) \
 		| tee out/integrations.txt'
 
 lint: $(VENV)/.dev

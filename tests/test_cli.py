@@ -332,6 +332,43 @@ def test_balance_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["verified"]["relative_change"] < found["verified"]["tolerance"] == 1e-6
 
 
+def test_a_method_is_put_on_and_folded_off(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(model().state_dict(), "in.pt")
+    said = succeeds(capsys, "convert", "usernets:Net", "weightnorm", "in.pt", "--output", "wn.pt", *IMAGE)
+    assert 'equinorm.convert(model, "weightnorm", example_inputs)' in said
+    said = succeeds(capsys, "fold", "usernets:Net", "weightnorm", "wn.pt", "--output", "out.safetensors", *IMAGE)
+    assert "written: out.safetensors" in said
+    images, plain = torch.rand(2, 3, 8, 8), model().eval()
+    found = checkpoints.read(Path("out.safetensors"))
+    checkpoints.fit(found, plain)
+    checkpoints.adopt(found, plain)
+    trained, _ = equinorm.convert(model(), "weightnorm", images)
+    trained.load_state_dict(torch.load("wn.pt"))
+    torch.testing.assert_close(plain(images), trained.eval()(images), rtol=1e-4, atol=1e-5)
+    assert "nothing written" in succeeds(capsys, "convert", "usernets:Net", "groupnorm", *IMAGE, "--option", "groups=1")
+
+
+def test_convert_and_fold_refuse_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean batchnorm" in fails(capsys, "convert", "usernets:Net", "batchn", *IMAGE)
+    assert "it has groups, eps" in fails(capsys, "convert", "usernets:Net", "groupnorm", *IMAGE, "--option", "group=2")
+    assert "write key=value" in fails(capsys, "convert", "usernets:Net", "groupnorm", *IMAGE, "--option", "groups")
+    torch.save(model().state_dict(), "in.pt")
+    assert "in.pt" in fails(capsys, "convert", "usernets:Net", "bn", "in.pt", "--output", "in.pt", *IMAGE)
+    fails(capsys, "fold", "usernets:Net", "weightnorm", "in.pt", *IMAGE)
+
+
+def test_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "mean shift rejection" in succeeds(capsys, "methods")
+    assert "groups" in succeeds(capsys, "methods", "GroupNorm")
+    assert {"name", "options"} <= set(json.loads(succeeds(capsys, "methods", "--json"))["methods"][0])
+    assert "unknown method" in fails(capsys, "methods", "nothing")
+
+
+def test_a_name_without_its_kind_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean torchvision:resnet18" in fails(capsys, "trace", "resnet18")
+    assert "usernets.py:NAME" in fails(capsys, "trace", "usernets.py")
+
+
 def test_without_an_output_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(model().state_dict(), "in.pt")
     before = Path("in.pt").read_bytes()

@@ -99,7 +99,7 @@ def fit(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
-    trainer = SimpleNamespace(optimizers=[optimizer], global_step=0, log_every_n_steps=2)
+    trainer = SimpleNamespace(optimizers=[optimizer], global_step=0, log_every_n_steps=2, callbacks=[callback])
     callback.on_train_start(trainer, module)
     for index, (x, y) in enumerate(data):
         callback.on_train_batch_start(trainer, module, (x, y), index)
@@ -138,7 +138,7 @@ def test_a_lightning_callback_takes_a_part_of_the_module(lightning: Any) -> None
 def test_a_lightning_callback_stops_where_training_fails(lightning: Any) -> None:
     module, callback = Module(*net()), lightning.ENormCallback()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    trainer = SimpleNamespace(optimizers=[optimizer], global_step=0, log_every_n_steps=2)
+    trainer = SimpleNamespace(optimizers=[optimizer], global_step=0, log_every_n_steps=2, callbacks=[callback])
     callback.on_train_start(trainer, module)
     callback.on_train_batch_start(trainer, module, batches(1)[0], 0)
     assert callback.enorm is not None

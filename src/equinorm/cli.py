@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from .registry import Method
     from .symmetry import Symmetry
     from .tools.checkpoints import Checkpoint
+    from .tools.converting import Outcome
 
 try:
     import tyro
@@ -280,6 +282,99 @@ class Balance:
                 **report.to_dict(), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
                 "largest_shard": held.largest_shard, "program_bytes": program,
             })  # fmt: skip
+
+
+Options = Annotated[
+    UseAppendAction[tuple[str, ...]],
+    arg(metavar="KEY=VALUE", help="An option of the method, see `equinorm methods`. Repeat it for several."),
+]
+MethodName = Annotated[
+    Positional[str], arg(metavar="METHOD", help="Such as equinorm or msr; `equinorm methods` lists them.")
+]
+Output = Annotated[
+    Path | None, arg(metavar="FILE", help="Where to write the weights, as .safetensors or .pt. Without it nothing is.")
+]
+Force = Annotated[bool, arg(help="Overwrite the output file if it exists.")]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Put a method on a model: say which modules change and why others stay, and write the weights to train from."""
+
+    model: Model
+    method: MethodName
+    checkpoint: CheckpointFile = None
+    output: Output = None
+    option: Options = ()
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    keep: Annotated[Patterns, arg(metavar="PATTERN", help="Modules that must stay as they are, such as 'head.*'.")] = ()
+    json: Json = False
+    force: Force = False
+
+    def run(self) -> None:
+        from .tools.converting import converted
+
+        if self.output is not None:
+            _check_output(self.output, self.force)
+        with _step(f"converting {self.model}"):
+            done = converted(
+                self.model, self.method, self.checkpoint, self.input, self.model_args, self.option, self.keep
+            )
+        _finish(done, self.output, self.json, self.model)
+        if not self.json:
+            given = "".join(f", {text}" for text in self.option)
+            print(f'in Python: model, report = equinorm.convert(model, "{self.method}", example_inputs{given})')
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Turn the weights of a converted, trained model into those of the plain model, which compute the same."""
+
+    model: Model
+    method: MethodName
+    checkpoint: Annotated[
+        Positional[Path], arg(metavar="CHECKPOINT", help="Of the converted model: .safetensors or .pt.")
+    ]
+    output: Output = None
+    option: Options = ()
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    keep: Annotated[Patterns, arg(metavar="PATTERN", help="Modules that were not converted.")] = ()
+    json: Json = False
+    force: Force = False
+
+    def run(self) -> None:
+        from .tools.converting import folded
+
+        if self.output is not None:
+            _check_output(self.output, self.force)
+        with _step(f"folding {self.checkpoint}"):
+            done = folded(self.model, self.method, self.checkpoint, self.input, self.model_args, self.option, self.keep)
+        _finish(done, self.output, self.json, self.model)
+
+
+@dataclass(frozen=True)
+class Methods:
+    """List the methods that `convert` knows; with a name, its options."""
+
+    method: Annotated[Positional[str | None], arg(metavar="[METHOD]", help="Only this one, with its options.")] = None
+    json: Json = False
+
+    def run(self) -> None:
+        from .registry import find_method, methods
+
+        if self.method is not None:
+            try:
+                found = find_method(self.method)
+            except ValueError as error:
+                raise _user_error(str(error)) from error
+        chosen = methods() if self.method is None else (found,)
+        if self.json:
+            fields = ("name", "title", "kind", "source", "options")
+            _print_json({"methods": [{name: getattr(one, name) for name in fields} for one in chosen]})
+            return
+        _show_methods(chosen)
 
 
 @dataclass(frozen=True)
@@ -666,6 +761,9 @@ def _user_error(text: str) -> Exception:
 Command = (
     Annotated[Trace, tyro.conf.subcommand("trace")]
     | Annotated[Balance, tyro.conf.subcommand("balance")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Fold, tyro.conf.subcommand("fold")]
+    | Annotated[Methods, tyro.conf.subcommand("methods")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -676,6 +774,39 @@ Command = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
+
+
+def _finish(done: Outcome, output: Path | None, json: bool, model: str) -> None:
+    """Say what was done, and write the weights."""
+    from .tools import checkpoints
+
+    if output is not None:
+        with _step(f"writing {output}"):
+            checkpoints.of_state(done.state, output).write(output)
+    if json:
+        named = {"model": model, "output": None if output is None else str(output)}
+        _print_json({**named, **done.report.to_dict(), "outputs_moved": done.change})
+        return
+    print(done.report)
+    moved = f"outputs moved by {done.change:.1e} on random inputs"
+    print(moved if done.change < 1e-3 else f"{moved}: this net is to be trained")
+    print("nothing written: give --output FILE for that" if output is None else f"written: {output}")
+
+
+def _show_methods(chosen: Sequence[Method]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if len(chosen) == 1:
+        (one,) = chosen
+        print(f"{one.name}: {one.title} ({one.source})")
+        for name, value in one.options.items():
+            print(f"  {name} = {value!r}")
+        return
+    table = Table("method", "what it is", "source", box=None, header_style="bold", pad_edge=False)
+    for one in chosen:
+        table.add_row(one.name, one.title, one.source)
+    Console().print(table)
 
 
 # -- what trace and balance have in common -----------------------------------------------------------------------------

@@ -6,7 +6,12 @@ A test says what it shows with `@pytest.mark.shows(tool, what, packages)`; the r
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import os
+import platform
+import re
+import subprocess
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
@@ -37,6 +42,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             _ROWS[item.nodeid] = (tool, what, ", ".join(map(_versioned, packages or ["torch"])))
 
 
+def _packages() -> list[str]:
+    """What the extra `integrations` of pyproject.toml asks for, and torch."""
+    found = ["torch", *(requires("equinorm") or ())]
+    wanted = [line.partition(";")[0] for line in found if line == "torch" or "integrations" in line]
+    return [re.split(r"[<>=!~\s\[]", name)[0] for name in wanted]
+
+
+def _commit() -> str:
+    """The commit that is tested, and whether files differ from it."""
+    try:
+        run = partial(subprocess.run, cwd=HERE, capture_output=True, text=True, check=True)
+        changed = run(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+        return run(["git", "rev-parse", "HEAD"]).stdout.strip()[:12] + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def _versioned(package: str) -> str:
     try:
         return f"{package} {version(package).partition('+')[0]}"
@@ -45,6 +67,11 @@ def _versioned(package: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("what it was run with")
+    terminalreporter.line("command: make test-integrations")
+    terminalreporter.line(f"commit: {_commit()}")
+    terminalreporter.line(f"hardware: {os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}")
+    terminalreporter.line(f"versions: Python {platform.python_version()}, {', '.join(map(_versioned, _packages()))}")
     outcomes: dict[str, str] = {}
     for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
         for report in terminalreporter.stats.get(outcome, []):

@@ -90,6 +90,7 @@ def test_enorm_resumes_bitwise_with_adamw(tmp_path: Path) -> None:
     assert_resumes(lambda: Classifier(dense(), "AdamW"), lambda: ENormCallback(c=1.2), tmp_path, loader(6))
 
 
+@pytest.mark.shows("Lightning", "a warning where safe biases are resumed without their state", "lightning")
 def test_a_resume_without_the_state_is_another_training(tmp_path: Path) -> None:
     """That the test above can fail: the callback's state matters."""
     data = loader(6)
@@ -101,7 +102,10 @@ def test_a_resume_without_the_state_is_another_training(tmp_path: Path) -> None:
     assert list(checkpoint["callbacks"].pop("ENormCallback")) == ["log_t", "calls"]
     torch.save(checkpoint, tmp_path / "half.ckpt")
     callback = ENormCallback(c=1.2)
-    fit(resumed, callback, tmp_path / "second", 4, data, ckpt_path=tmp_path / "half.ckpt")
+    with pytest.warns(
+        UserWarning, match="SGD has made steps already and this ENorm begins anew: if training is resumed"
+    ):
+        fit(resumed, callback, tmp_path / "second", 4, data, ckpt_path=tmp_path / "half.ckpt")
     assert not torch.equal(resumed.net[2].bias, whole.net[2].bias)
 
 
@@ -143,3 +147,44 @@ def test_example_input_array_is_taken(tmp_path: Path) -> None:
     assert seen[-1].symmetry.num_scales == 24
     assert callback.enorm is None  # nothing stays behind
     assert callback.state_dict()["calls"] == 4
+
+
+@pytest.mark.parametrize("part", [None, "net"])
+@pytest.mark.shows("Lightning", "EMAWeightAveraging beside ENormCallback: the average moves along", "lightning")
+def test_averaged_weights_move_along(part: str | None, tmp_path: Path) -> None:
+    """The average of a training in which every step is balanced is the average of what was trained."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    class Watching(EMAWeightAveraging):
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_train_batch_end(*args, **kwargs)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+            with torch.no_grad():
+                self.seen = [*getattr(self, "seen", ()), self._average_model.module(x)]
+
+    class Early(ENormCallback):
+        """Balances hard in one step, the first: an average that stays behind computes something else then."""
+
+    data, seen = loader(6), []
+    for c in (None, 1.0):
+        module = Classifier(dense())
+        with torch.no_grad():
+            module.net[0].weight.mul_(20.0)
+            module.net[0].bias.mul_(20.0)
+            module.net[2].weight.div_(20.0)
+        average = Watching(decay=0.9)
+        callbacks = [average] if c is None else [average, Early(c=c, model=part, bias="plain")]
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=callbacks,
+        )
+        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=1e-6)
+        trainer.fit(module, data)
+        seen.append(average.seen)
+    for expected, found in zip(*seen, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -360,7 +360,7 @@ class ENorm:
             self._seen = self._look(state)
 
     def _before_hook(self, number: int, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._warn_without_state(stacklevel=3)
+        self._warn_without_state(stacklevel=5)  # of whoever calls optimizer.step(), through torch's two frames
         self._reshard()
         return self.biases.before_hook(number, args, kwargs)
 
@@ -388,7 +388,7 @@ class ENorm:
                 f"{self._optimizer_names()} has made steps already and this ENorm begins anew: if training is resumed, "
                 "load its state too, enorm.load_state_dict(...), or biases go on with other learning rates; if it "
                 "begins here, say so by enorm.load_state_dict(enorm.state_dict())",
-                stacklevel=stacklevel + 1,
+                stacklevel=stacklevel,
             )
 
     def _reshard(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..enorm.enorm import ENorm
+from ..models.unwrapping import unwrap
 from ..msr.rejection import MeanShiftRejection
 from .deferred import Deferred, check_options, inputs_from_batch
 
@@ -112,6 +113,8 @@ class ENormCallback(_MethodCallback):
         log: log the imbalance as "enorm/imbalance" every `log_every_n_steps` steps.
         options: those of `equinorm.ENorm`.
 
+    Averages of the weights that other callbacks keep (`EMAWeightAveraging`) move along.
+
     The state is saved with the callback's in every checkpoint that holds more than weights. A second `fit` starts
     anew unless it is given a checkpoint.
 
@@ -143,7 +146,13 @@ class ENormCallback(_MethodCallback):
             inputs = getattr(module, "example_input_array", None)
         if inputs is None and "symmetry" not in self.options:
             inputs = inputs_from_batch(model, batch)
-        return ENorm(model, self._optimizers(trainer), inputs, **self.options)
+        companions = [*self.options.get("companions", ()), *self._averages(trainer)]
+        return ENorm(model, self._optimizers(trainer), inputs, **{**self.options, "companions": companions})
+
+    def _averages(self, trainer: Any) -> list[nn.Module]:
+        """The averaged models that callbacks of Lightning keep (EMAWeightAveraging): they move along."""
+        averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+        return [self._model(unwrap(average)) for average in averages if isinstance(average, nn.Module)]
 
     def _values(self) -> dict[str, float]:
         assert self.enorm is not None

@@ -94,6 +94,13 @@ class SavingGuard:
                 kwargs["state_dict"] = self._with_norms(self.model.state_dict() if state is None else state, gone)
         return save(self.model, save_directory, *args, **kwargs)
 
+    def as_before(self) -> dict[str, Tensor]:
+        """The numbers of a model that was folded, for the architecture it had; a ValueError where there are none."""
+        gone, others = self._differences()
+        if others:
+            raise ValueError(self._refusal(others))
+        return self._with_norms(self.model.state_dict(), gone)
+
     def _differences(self) -> tuple[dict[str, str | None], list[str]]:
         """Batch norms that are gone, with the layers that have their offsets as biases; and all else that is new."""
         now = _architecture(self.model)

@@ -89,13 +89,12 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _optimizer_inside(optimizer: Any) -> Optimizer | None:
+def _optimizer_inside(optimizer: Any) -> Any | None:
     for name in OPTIMIZERS:
-        inner = getattr(optimizer, name, None)
-        if not isinstance(inner, Optimizer) or inner is optimizer:
+        inner: Any = getattr(optimizer, name, None)
+        if inner is optimizer or not hasattr(inner, "param_groups"):
             continue
-        groups = getattr(optimizer, "param_groups", None)
-        if groups is None or groups is inner.param_groups:
+        if getattr(optimizer, "param_groups", inner.param_groups) is inner.param_groups:
             return inner
     return None
 

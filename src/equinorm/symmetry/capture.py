@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..models.flat import refuse_flat_model, refuse_shards
 from ..models.patterns import Keep
-from ..models.unwrapping import as_written, unwrap
+from ..models.unwrapping import unwrap
 from .shapes import settle, storages_of
 from .traceless import forgotten, is_plain, undisturbed
 
@@ -220,7 +220,7 @@ def export(
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be traced: give the torch.nn.Module that it was made of")
-    with as_written(model), forgotten(model), undisturbed(model), _recorded_calls(model) as call_sites:
+    with forgotten(model), undisturbed(model), _recorded_calls(model) as call_sites:
         try:
             return torch.export.export(model, args, kwargs, strict=False), call_sites
         except Exception as error:

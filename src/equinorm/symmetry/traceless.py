@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from ..models.unwrapping import as_written
+
 __all__ = ["forgotten", "is_plain", "seed_all", "undisturbed"]
 
 MOST_ELEMENTS = 10_000
@@ -42,14 +44,16 @@ def is_plain(tensor: Tensor) -> bool:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Leave random state and settings as they are, and keep caches out of the outputs (they would freeze keys)."""
+    """Leave random state and settings as they are, and keep caches out of the outputs (they would freeze keys); what
+    other programs hang on a model for training does not act."""
     config = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
     fast_path, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     dtype = torch.get_default_dtype()
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     quiet = redirect_stderr(StringIO())  # where it fails, torch.export prints the whole graph
-    with torch.random.fork_rng(devices=devices), _other_random_states_kept(), warnings.catch_warnings(), quiet:
+    kept = torch.random.fork_rng(devices=devices), _other_random_states_kept()
+    with as_written(model), kept[0], kept[1], warnings.catch_warnings(), quiet:
         warnings.simplefilter("ignore")
         try:
             if config is not None and cached:

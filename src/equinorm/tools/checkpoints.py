@@ -131,7 +131,11 @@ def _unusable(tensor: Tensor) -> str | None:
 
 def of_model(model: nn.Module, path: Path) -> Checkpoint:
     """A checkpoint of a model's own state dict, in the format that the name of the file to write asks for."""
-    state = model.state_dict()
+    return of_state(model.state_dict(), path)
+
+
+def of_state(state: dict[str, Tensor], path: Path) -> Checkpoint:
+    """The same of a state dict."""
     if not is_safetensors(path):
         return Checkpoint(state, dict(state), safetensors=False)
     # safetensors does not store a tensor under two names, and copies do not share memory

@@ -118,12 +118,23 @@ def load(spec: str, arguments: Iterable[str] = ()) -> Source:
     if not colon or not kind or not name:
         raise UserError(
             f"cannot read the model {spec!r}: write module:callable, file.py:callable, torchvision:NAME, timm:NAME or "
-            "hf:FOLDER"
+            f"hf:FOLDER{_suggestion(spec)}"
         )
-    options = dict(_option(text) for text in arguments)
+    options = dict(option(text) for text in arguments)
     source = _KINDS.get(kind, partial(_from_python, kind))(name, options)
     source.model.eval()
     return source
+
+
+def _suggestion(spec: str) -> str:
+    """What a name without its kind may have meant; nothing that takes long is imported for it."""
+    if Path(spec).is_dir():
+        return f". Did you mean hf:{spec}?"
+    if spec.endswith(".py"):
+        return f". Did you mean {spec}:NAME, with the name of a class or function in it?"
+    if spec and spec.replace("_", "").isalnum():
+        return f". Did you mean torchvision:{spec} or timm:{spec}?"
+    return ""
 
 
 def copied(model: nn.Module, spec: str, arguments: Iterable[str] = ()) -> nn.Module:
@@ -136,10 +147,15 @@ def copied(model: nn.Module, spec: str, arguments: Iterable[str] = ()) -> nn.Mod
         return made.to(floats[0]) if floats else made
 
 
-def _option(text: str) -> tuple[str, Any]:
+def option(text: str, flag: str = "--model-args") -> tuple[str, Any]:
+    """A name and a value from "key=value".
+
+    >>> option("width=3")
+    ('width', 3)
+    """
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        raise UserError(f"cannot read --model-args {text!r}: write key=value")
+        raise UserError(f"cannot read {flag} {text!r}: write key=value")
     plain = {"true": True, "false": False, "none": None}
     if value.lower() in plain:
         return key, plain[value.lower()]
@@ -338,7 +354,7 @@ def empty_transformer(folder: str, arguments: Iterable[str] = (), most: int = 1 
 
     >>> made = empty_transformer("llama")
     """
-    _, transformers, config = _transformer(folder, dict(_option(text) for text in arguments))
+    _, transformers, config = _transformer(folder, dict(option(text) for text in arguments))
     model = _guarded(lambda: transformer.made(transformers, config, "meta"), f"hf:{folder}")
 
     def make(layers: tuple[int, ...]) -> nn.Module:
