@@ -54,8 +54,9 @@ def appearing(folder: Path) -> Iterator[Path]:
         if left.is_dir() and not _is_locked(left):
             shutil.rmtree(left, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=start, suffix=".tmp", dir=folder.parent))
-    handle = os.open(temporary, os.O_RDONLY)
+    handle: int | None = None
     try:
+        handle = os.open(temporary, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when this process ends, however it does
         yield temporary
         temporary.chmod(_mode(folder, 0o777))
@@ -68,7 +69,8 @@ def appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
     with suppress(OSError):
         to_disk(folder.parent)
 

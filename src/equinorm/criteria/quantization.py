@@ -1,32 +1,43 @@
 """Weights that suffer least from being rounded to a few bits.
 
-A weight w' = λ w that is rounded to steps of Δ is off by Δ/√12 or so, which in the network as it was is Δ/(λ √12). Let
-h be what a squared error of each weight does to the outputs. Then rounding all weights costs
+A weight w' = λ w that is rounded to integers times Δ comes back as w' + e; in the network as it was this is an error
+δ = e / λ of w. To first order the outputs then change by Σ g δ, g being their derivatives. Errors of different channels
+are as good as independent, but those of one channel add up where its inputs have a mean, as they have behind a ReLU. So
+of every channel (a row, the first axis) the moments of g are kept as a diagonal and one direction u, and rounding costs
 
-    Σ over groups of  max(λ |w|)² / (12 L²) · Σ_e h_e / λ_e²,        L = 2^(bits - 1) - 1,
+    Σ over rows of  Σ_e (h_e - u_e²) δ_e² + (Σ_e u_e δ_e)²,        h = Σ g²,   u uᵀ the largest part of Σ g gᵀ,
 
-over the tensors, channels or groups that share a step. Its logarithm is a convex function of the log-scales: maxima and
-log-sum-exps of linear forms. Without inputs h is the path-magnitude (see `path.py`), what a random error of each weight
-does to the outputs of the net without signs; with inputs it is the mean square of the outputs' derivative.
+    e = Δ round(λ w / Δ) - λ w,        Δ = max |λ w| / (2^(bits - 1) - 1),
+
+where the maximum is over the tensor, the channel or the group that shares a step. It is a continuous function of the
+log-scales. Its slope between two roundings is autograd's with the integers held; that is descended first. Then single
+scales are moved a little at random, because which way weights are rounded is a lottery that can be drawn again.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ..models.inputs import call
+from ..models.inputs import as_arguments, call
 from ..solver import Solution
-from ..symmetry import ScaledParameter, Symmetry
-from .criterion import Counts, Criterion, SmoothProblem
-from .path import path_magnitudes
+from ..symmetry import ScaledParameter, Symmetry, Term
+from .criterion import Counts, Criterion, Problem
+from .norm import Norm
 
 __all__ = ["Quantization", "rounded", "sensitivities"]
+
+STARTS = (2.0, 8.0)
+"""The least norms from which the descent may start."""
+RATE = 0.05
+"""The largest step of a log-scale in the descent."""
 
 
 class Quantization(Criterion):
@@ -34,168 +45,363 @@ class Quantization(Criterion):
 
     equinorm.balance_(model, x, criterion=equinorm.criteria.Quantization(bits=8, per="tensor"))
 
-    Where the measured error, of weights that are really rounded, did not fall, nothing is moved.
+    What counts are weights with at least two axes; biases and gains are not rounded. Steps are symmetric about 0, and
+    the largest weight that shares a step is the largest integer. The value is measured, with weights that are really
+    rounded, and never above where it started: without `inputs` it is the weighed error relative to the weighed size of
+    the weights, with them the squared change of the outputs relative to the outputs.
 
     Args:
-        bits: of a signed integer; steps are symmetric about 0.
+        bits: of a signed integer, 2 to 16.
         per: what shares a step: "tensor", "channel" (the first axis) or so many consecutive weights of a channel.
-        inputs: calibration inputs, or a list of batches; without any the path-magnitudes weigh the error.
+        inputs: calibration inputs, or a list of batches. Without any, random inputs like the example say how much each
+            weight matters: normal noise in the place of real numbers, everything else as in the example.
         probes: random combinations of the outputs whose derivatives are taken for each batch.
+        steps: of the descent.
+        draws: how often every scale is then moved at random.
     """
 
-    convex = True
-    tol = 1e-4
+    tol = 0.05
+    unit = "error"
 
-    def __init__(self, bits: int = 8, per: str | int = "tensor", inputs: Any = None, probes: int = 8) -> None:
+    def __init__(
+        self,
+        bits: int = 8,
+        per: str | int = "tensor",
+        inputs: Any = None,
+        *,
+        probes: int = 4,
+        steps: int = 100,
+        draws: int = 50,
+    ) -> None:
         if not isinstance(bits, int) or not 2 <= bits <= 16:
             raise ValueError(f"bits must be an integer from 2 to 16, got {bits!r}")
-        if per not in ("tensor", "channel") and not (isinstance(per, int) and per > 0):
-            raise ValueError(f'per must be "tensor", "channel" or a group size, got {per!r}')
-        self.bits, self.per, self.inputs, self.probes = bits, per, inputs, probes
+        _check_per(per)
+        for name, number, least in (("probes", probes, 1), ("steps", steps, 0), ("draws", draws, 0)):
+            if not isinstance(number, int) or number < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
+        if isinstance(inputs, list) and not inputs:
+            raise ValueError("inputs is empty: give at least one batch")
+        self.bits, self.per, self.inputs = bits, per, inputs
+        self.probes, self.steps, self.draws = probes, steps, draws
 
     def problem(self, symmetry: Symmetry, counted: Counts, example_inputs: Any = None) -> RoundingProblem:
-        if self.inputs is not None:
-            h = sensitivities(symmetry, self.inputs, self.probes)
-        elif example_inputs is not None:
-            h = path_magnitudes(symmetry.model, example_inputs)
-        else:
-            raise TypeError("Quantization runs the model: pass example_inputs too, or Quantization(inputs=)")
-        return RoundingProblem(symmetry, counted, self, h)
+        if self.inputs is None and example_inputs is None:
+            raise TypeError("Quantization runs the model: pass example_inputs too, or Quantization(inputs=...)")
+        if symmetry.processes.count > 1:
+            raise TypeError("Quantization needs whole weights: balance the model before it is sharded")
+        if self.inputs is None:
+            return RoundingProblem(symmetry, counted, self, noise_like(example_inputs, 4 * self.probes))
+        batches = self.inputs if isinstance(self.inputs, list) else [self.inputs]
+        return OutputProblem(symmetry, counted, self, batches)
+
+
+# -- the round trip ----------------------------------------------------------------------------------------------------
+
+
+def _check_per(per: object) -> None:
+    if per in ("tensor", "channel") or (isinstance(per, int) and not isinstance(per, bool) and per > 0):
+        return
+    raise ValueError(f'per must be "tensor", "channel" or a group size, got {per!r}')
 
 
 def rounded(weight: Tensor, bits: int, per: str | int = "tensor") -> Tensor:
-    """A weight after its round trip through signed integers, symmetric, with the largest element as the largest step.
+    """A weight after its round trip through symmetric signed integers, the largest element being the largest integer.
+
+    Its derivative is that of integers · step, with the integers held.
 
     >>> rounded(conv.weight, bits=8, per="channel")
     """
-    groups, shape = _groups(weight, per), weight.shape
-    levels = 2 ** (bits - 1) - 1
-    step = groups.abs().amax(-1, keepdim=True) / levels
-    back = torch.where(step > 0, (groups / step).round() * step, groups)
-    return _ungrouped(back, shape)
+    step = _steps(weight, bits, per)
+    return (weight.detach() / step.detach().clamp_min(torch.finfo(weight.dtype).tiny)).round() * step
+
+
+def _steps(weight: Tensor, bits: int, per: str | int) -> Tensor:
+    """The step of each element."""
+    groups = _groups(weight, per)
+    step = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return _ungrouped(step.expand_as(groups), weight.shape)
 
 
 def _groups(weight: Tensor, per: str | int) -> Tensor:
-    """Elements that share a step along the last axis; short groups are filled with zeros."""
-    if per == "tensor":
+    """Elements that share a step along the last axis; a channel's last group may be short and is filled with zeros."""
+    if per == "tensor" or weight.ndim < 2:
         return weight.reshape(1, -1)
-    flat = weight.reshape(weight.shape[0], -1)
-    if per == "channel":
-        return flat
-    assert isinstance(per, int)
-    short = -flat.shape[1] % per
-    flat = torch.nn.functional.pad(flat, (0, short))
-    return flat.reshape(flat.shape[0], -1, per)
+    channels = weight.reshape(weight.shape[0], -1)
+    if isinstance(per, int):
+        channels = nn.functional.pad(channels, (0, -channels.shape[1] % per))
+        return channels.reshape(len(channels), -1, per)
+    return channels
 
 
 def _ungrouped(groups: Tensor, shape: torch.Size) -> Tensor:
-    flat = groups.reshape(shape[0], -1) if groups.ndim == 3 or len(groups) == shape[0] else groups.reshape(1, -1)
-    wide = shape.numel() // shape[0] if len(flat) == shape[0] else shape.numel()
-    return flat[:, :wide].reshape(shape)
+    if groups.ndim == 3:
+        return groups.reshape(shape[0], -1)[:, : shape[1:].numel()].reshape(shape)
+    return groups.reshape(shape)
 
 
-def sensitivities(symmetry: Symmetry, inputs: Any, probes: int = 8) -> dict[str, Tensor]:
-    """What a squared error of each weight does to the outputs: Σ (∂ output / ∂ w)², averaged over the inputs.
+# -- what an error does to the outputs ---------------------------------------------------------------------------------
 
-    Estimated without bias from random signs: E (∂ Σ ± output / ∂ w)² is that sum.
+
+class Sensitivity(NamedTuple):
+    """What errors of one parameter do to the outputs, up to a factor that all parameters share."""
+
+    square: Tensor  # h: of each element by itself
+    direction: Tensor  # u: along which errors of one row (the first axis) add up
+
+    def cost(self, error: Tensor) -> Tensor:
+        """Of an error, for each row."""
+        square, direction = (x.to(error.dtype) for x in self)
+        alone = ((square - direction.square()) * error.square()).reshape(len(error), -1).sum(1)
+        return alone + (direction * error).reshape(len(error), -1).sum(1).square()
+
+    def updated(self, gradient: Tensor) -> Sensitivity:
+        """With one more sample. Of what is known and the sample, the direction takes the larger principal axis."""
+        rows = gradient.reshape(len(gradient), -1) if gradient.ndim else gradient.reshape(1, 1)
+        known = self.direction.reshape(rows.shape)
+        angle = 0.5 * torch.atan2(2 * (known * rows).sum(1), known.square().sum(1) - rows.square().sum(1))
+        direction = angle.cos()[:, None] * known + angle.sin()[:, None] * rows
+        return Sensitivity(self.square + gradient.square(), direction.reshape(gradient.shape))
+
+
+def sensitivities(model: nn.Module, batches: Iterable[Any], probes: int = 4) -> dict[str, Sensitivity]:
+    """What errors of each parameter do to the outputs, in float32 or what is wider.
+
+    The squares are estimated without bias from random signs, E (∂ Σ ± output / ∂ w)² being Σ (∂ output / ∂ w)². Small
+    batches say more: each has signs of its own.
+
+    >>> h = sensitivities(model, x.split(4))["conv1.weight"].square
     """
-    twin = copy.deepcopy(symmetry.model).eval()
+    twin = copy.deepcopy(model).eval().requires_grad_(True)
     names = {name: w for name, w in twin.named_parameters() if w.is_floating_point()}
-    for w in names.values():
-        w.requires_grad_(True)
-    total = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in names.items()}
+    zeros = {n: torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32)) for n, w in names.items()}
+    found = {name: Sensitivity(zero, zero) for name, zero in zeros.items()}
     generator = torch.Generator().manual_seed(0)
-    count = 0
-    for batch in list(inputs) if isinstance(inputs, list) else [inputs]:
-        for _ in range(probes):
-            with torch.enable_grad():
-                outputs = [t for t in pytree.tree_leaves(call(twin, batch)) if isinstance(t, Tensor)]
-                signs = [torch.randint(0, 2, t.shape, generator=generator).to(t) * 2 - 1 for t in outputs]
-                mixed = torch.stack([(t * sign).sum() for t, sign in zip(outputs, signs, strict=True)]).sum()
-                grads = torch.autograd.grad(mixed, list(names.values()), allow_unused=True)
+    for batch in batches:
+        with torch.enable_grad():
+            outputs = [x for x in _real(call(twin, batch)) if x.requires_grad]
+        if not outputs:
+            raise ValueError("no output of the model depends on its weights in a differentiable way")
+        for left in reversed(range(probes)):
+            signs = [torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1 for x in outputs]
+            grads = torch.autograd.grad(
+                outputs, list(names.values()), signs, retain_graph=left > 0, allow_unused=True
+            )  # fmt: skip
             for name, g in zip(names, grads, strict=True):
                 if g is not None:
-                    total[name] += g.double().square()
-            count += len(outputs[0]) if outputs[0].ndim else 1
-    return {name: g / count for name, g in total.items()}
+                    g = g.detach().cpu().to(found[name].square.dtype).nan_to_num(0.0, 0.0, 0.0)
+                    found[name] = found[name].updated(g)
+    return found
 
 
-class RoundingProblem(SmoothProblem):
-    """The logarithm of the error that is expected, and the error that is measured."""
+def noise_like(inputs: Any, number: int) -> list[Any]:
+    """Inputs of the same shapes with normal noise in the place of real numbers; with everything else as it is."""
+    generator = torch.Generator().manual_seed(0)
 
-    def __init__(self, symmetry: Symmetry, counted: Counts, criterion: Quantization, h: Mapping[str, Tensor]) -> None:
-        self.symmetry, self.criterion = symmetry, criterion
-        weights = [w for w in symmetry.parameters if counted(w) and len(w.shape) > 1]
-        self.weights = weights
-        self.tensors = {w.name: symmetry.tensor(w.name).detach().double().cpu() for w in weights}
-        self.h = {w.name: h[w.name].detach().double().cpu() for w in weights}
-        self.steps = float(2 ** (criterion.bits - 1) - 1)
-        self._entries = [self._reduced(w) for w in weights]
-        size = sum(float((x.square() * self.h[name]).sum()) for name, x in self.tensors.items())
-        self._size = size or 1.0
-        super().__init__(self._log_error, symmetry.num_scales, logarithm=False)
+    def drawn(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.ndim < 2:
+            return leaf
+        if not bool(torch.isfinite(leaf).all()):  # a mask of zeros and -inf
+            return leaf
+        return torch.randn(leaf.shape, generator=generator).to(leaf)
 
-    def _reduced(self, w: ScaledParameter) -> tuple[ScaledParameter, Tensor, Tensor]:
-        """log max |w| and log Σ h over the elements that share a factor and a step."""
-        weight, h = self.tensors[w.name].abs(), self.h[w.name]
-        per = self.criterion.per
-        factor = w.factor(torch.zeros(self.symmetry.num_scales + 1, dtype=torch.float64))
-        keep = {0} if per == "channel" else set()
-        axes = [] if isinstance(per, int) else [
-            a for a in range(weight.ndim) if a not in keep and (a >= factor.ndim or factor.shape[a] == 1)
-        ]  # fmt: skip
-        if axes:
-            weight, h = weight.amax(axes, keepdim=True), h.sum(axes, keepdim=True)
-        return w, weight.clamp_min(1e-300).log(), h.clamp_min(1e-300).log()
+    return [pytree.tree_map(drawn, inputs) for _ in range(number)]
 
-    def _log_error(self, s: Tensor, sharpness: float = 40.0) -> Tensor:
-        """log of the expected error, with maxima that are smooth."""
-        padded = torch.cat([s, s.new_zeros(1)])
-        parts = []
-        for w, log_weight, log_h in self._entries:
-            log_factor = _log_factor(w, padded)
-            top = _groups((log_weight + log_factor).expand(log_weight.shape), self.criterion.per)
-            cost = _groups((log_h - 2 * log_factor).expand(log_weight.shape), self.criterion.per)
-            if isinstance(self.criterion.per, int):  # groups are filled with zeros, which are not logarithms of nothing
-                there = _groups(torch.ones_like(log_weight), self.criterion.per) > 0
-                top, cost = (x.masked_fill(~there, -1e4) for x in (top, cost))
-            tops = (sharpness * top).logsumexp(-1) / sharpness
-            parts.append((2 * tops + cost.logsumexp(-1)).reshape(-1))
-        return torch.cat(parts).logsumexp(0)
+
+def _real(outputs: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _is_late(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline
+
+
+# -- the problem -------------------------------------------------------------------------------------------------------
+
+
+class RoundingProblem(Problem):
+    """The error of rounding all weights as a function of the log-scales, weighed by sensitivities."""
+
+    def __init__(self, symmetry: Symmetry, counted: Counts, criterion: Quantization, batches: list[Any]) -> None:
+        self.symmetry, self.counted, self.criterion = symmetry, counted, criterion
+        self.fixed = torch.zeros(symmetry.num_scales + 1, dtype=torch.bool)
+        self.fixed[-1] = True
+        weights = [w for w in symmetry.parameters if counted(w) and len(w.shape) > 1 and not w.shift]
+        self.tensors = {w.name: symmetry.values(w.name).detach().clone().cpu() for w in weights}
+        self.weights = []
+        for w in weights:
+            if bool(torch.isfinite(self.tensors[w.name]).all()):
+                self.weights.append(w)
+            else:  # it has no step, so nothing that it follows moves
+                self._fix(w)
+        self.h = sensitivities(symmetry.model, batches, criterion.probes)
+        self.size = 1.0
+        self.size = sum(float(self.h[w.name].cost(self._weight(w)).sum()) for w in self.weights) or 1.0
+
+    def _fix(self, w: ScaledParameter) -> None:
+        for term in (w.out, w.into):
+            if term is not None:
+                self.fixed[term.index.reshape(-1)] = True
+
+    def _weight(self, w: ScaledParameter, dtype: torch.dtype = torch.float64) -> Tensor:
+        return self.tensors[w.name].to(dtype)
+
+    def restored(self, w: ScaledParameter, s: Tensor) -> Tensor:
+        """A weight after the move, the round trip and the way back, in the dtype of the log-scales."""
+        factor = w.factor(torch.cat([s, s.new_zeros(1)]))
+        return rounded(self._weight(w, s.dtype) * factor, self.criterion.bits, self.criterion.per) / factor
+
+    def error(self, w: ScaledParameter, s: Tensor) -> Tensor:
+        """A weight's part of the error, relative to the cost of losing all weights."""
+        return self.h[w.name].cost(self.restored(w, s) - self._weight(w, s.dtype)).sum() / self.size
+
+    def errors(self, s: Tensor) -> Iterable[Tensor]:
+        return (self.error(w, s) for w in self.weights)
+
+    @torch.no_grad()
+    def weighed(self, s: Tensor) -> float:
+        return float(sum(self.errors(s.double())))
 
     def value(self, s: Tensor) -> float:
-        """The measured error of weights that are really rounded, relative to their own size."""
-        padded = torch.cat([s.detach(), s.new_zeros(1)])
-        total = 0.0
-        for w in self.weights:
-            factor = w.factor(padded)
-            moved = self.tensors[w.name] * factor
-            error = (rounded(moved, self.criterion.bits, self.criterion.per) - moved) / factor
-            total += float((error.square() * self.h[w.name]).sum())
-        return total / self._size
+        return self.weighed(s)
 
-    def solve(self, tol: float, deadline: float | None, iterations: int = 200) -> Solution:
-        found = self._solved(tol, deadline, iterations)
-        # the model of the error is not the error: of the way there, the point where it was least
-        best, least = torch.zeros_like(found.log_scales), self.value(torch.zeros_like(found.log_scales))
-        for part in (0.25, 0.5, 0.75, 1.0):
-            value = self.value(part * found.log_scales)
-            if value < least:
-                best, least = part * found.log_scales, value
-        return found._replace(log_scales=best)
+    def solve(self, tol: float, deadline: float | None) -> Solution:
+        """From the best of the start and two least norms down the slope, and on at random."""
+        starts = [torch.zeros(self.symmetry.num_scales, dtype=torch.float64), *self._norms(deadline)]
+        found = self._descended(min(starts, key=self.weighed), deadline)
+        drawn = self._drawn(found.log_scales, deadline)
+        best = min((*starts, found.log_scales, drawn), key=self.value)
+        return found._replace(log_scales=best, converged=found.imbalance <= tol)
 
-    def _solved(self, tol: float, deadline: float | None, iterations: int) -> Solution:
-        measured, self.value = self.value, lambda s: float(self.function(s))  # type: ignore[method-assign]
-        try:
-            return super().solve(tol, deadline, iterations)
-        finally:
-            self.value = measured  # type: ignore[method-assign]
+    def _norms(self, deadline: float | None) -> Iterable[Tensor]:
+        """The optima of least norms, roughly."""
+        for p in STARTS:
+            norm = Norm(p).problem(self.symmetry, self.counted)
+            norm.fixed |= self.fixed.to(norm.fixed.device)
+            norm.hold()
+            found = norm.solve(1e-2, deadline).log_scales.cpu()
+            if bool(torch.isfinite(found).all()):
+                yield found
+
+    def _slope(self, s: Tensor) -> tuple[float, Tensor]:
+        value, total = 0.0, torch.zeros_like(s)
+        with torch.enable_grad():
+            for part in self.errors(s):  # one weight at a time, so that only one graph is held
+                value += float(part.detach())
+                if part.requires_grad:
+                    total += torch.autograd.grad(part, s)[0]
+        return value, total
+
+    def _descended(self, start: Tensor, deadline: float | None) -> Solution:
+        """The best of the points where Adam was at each quarter of its steps; and how much the last quarter brought."""
+        free, steps = ~self.fixed[:-1], self.criterion.steps
+        s = start.float().requires_grad_()
+        optimizer = torch.optim.Adam([s], lr=RATE, betas=(0.9, 0.97))
+        best, least, gain, done = start, self.weighed(start), 1.0, 0
+        if not least > 0 or not bool(free.any()) or not steps:
+            return Solution(start, None, 0.0, 0, True)
+        while done < steps and not _is_late(deadline):
+            optimizer.param_groups[0]["lr"] = RATE * (1 - done / steps)
+            here, slope = self._slope(s)
+            s.grad = torch.where(free, slope / max(here, 1e-300), 0.0).nan_to_num(0.0, 0.0, 0.0)
+            optimizer.step()
+            done += 1
+            if done % max(steps // 4, 1) == 0 or done == steps:
+                point = s.detach().double()
+                new = self.weighed(point)
+                gain = max(0.0, 1 - new / least)
+                if new < least:
+                    best, least = point, new
+        return Solution(best, None, gain, done, False)
+
+    # -- drawing again -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _drawn(self, s: Tensor, deadline: float | None) -> Tensor:
+        """Every scale a little further, where that lowers the error. Scales that one layer opens are tried together."""
+        births = self.symmetry.birth
+        blocks = [
+            (birth == births, [move for w in self.weights for move in self._moves(w, birth == births)])
+            for birth in births[~self.fixed[:-1]].unique()
+        ]
+        generator = torch.Generator().manual_seed(0)
+        spread = 2.0 ** (1 - self.criterion.bits)  # by which the largest weights change by about half a step
+        for _ in range(self.criterion.draws):
+            for block, moves in blocks:
+                if _is_late(deadline):
+                    return s
+                noise = spread * torch.randn(len(s), generator=generator, dtype=s.dtype)
+                s = self._better(s, torch.where(block & ~self.fixed[:-1], noise, 0.0), moves)
+        return s
+
+    def _moves(self, w: ScaledParameter, block: Tensor) -> list[tuple[ScaledParameter, Term, bool]]:
+        """How a weight follows the scales of a block: the term, and whether it moves whole rows.
+
+        Where rows have steps of their own, moving whole rows changes nothing.
+        """
+        padded = torch.cat([block, block.new_zeros(1)])
+        found = []
+        for term in (w.out, w.into):
+            if term is not None and bool(padded[term.index].any()):
+                whole = term.index.numel() == term.index.shape[0]
+                if not whole or self.criterion.per == "tensor":
+                    found.append((w, term, whole))
+        return found
+
+    def _better(self, s: Tensor, noise: Tensor, moves: list[tuple[ScaledParameter, Term, bool]]) -> Tensor:
+        """s with those of the moves that lower the error together; s itself where they do not."""
+        n = len(s)
+        gains, refused = torch.zeros(n + 1, dtype=s.dtype), self.fixed.clone()
+        for w, term, whole in moves:
+            change, sets_step = self._change(w, s, s + noise, whole)
+            gains.index_add_(0, term.index.expand_as(change).reshape(-1), change.reshape(-1))
+            refused[term.index.expand_as(sets_step)[sets_step]] = True
+        good = (gains < 0) & ~refused
+        touched = {w.name: w for w, _, _ in moves}.values()
+        before = sum(float(self.error(w, s)) for w in touched)
+        for _ in range(2):
+            trial = torch.where(good[:-1], s + noise, s)
+            if sum(float(self.error(w, trial)) for w in touched) < before:
+                return trial
+            if not bool(good.any()):
+                break
+            good = good & (gains <= gains[good].median())  # what promises most, if all together is too much
+        return s
+
+    def _change(self, w: ScaledParameter, s: Tensor, moved: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+        """The change of the error by each row or element, steps held; and the elements that would change a step."""
+        weight, (square, u) = self._weight(w), (x.double() for x in self.h[w.name])
+        factors = [w.factor(torch.cat([x, x.new_zeros(1)])) for x in (s, moved)]
+        step = _steps(weight * factors[0], self.criterion.bits, self.criterion.per)
+        least = step.clamp_min(torch.finfo(step.dtype).tiny)
+        old, new = ((weight * factor / least).round() * step / factor - weight for factor in factors)
+        limit = step * (2 ** (self.criterion.bits - 1) - 1) * (1 - 1e-9)
+        sets_step = ((weight * factors[0]).abs() >= limit) | ((weight * factors[1]).abs() >= limit)
+        axes, along = list(range(1, weight.ndim)), u * (new - old)
+        alone = (square - u.square()) * (new.square() - old.square())
+        before = (u * old).sum(axes, keepdim=True)
+        if whole:
+            alone, along = alone.sum(axes, keepdim=True), along.sum(axes, keepdim=True)
+        return alone + along * (2 * before + along), sets_step
 
 
-def _log_factor(w: ScaledParameter, padded: Tensor) -> Tensor:
-    log = torch.zeros([1] * len(w.shape), dtype=padded.dtype)
-    if w.out is not None:
-        log = log + w.out.log_scale(padded)
-    if w.into is not None:
-        log = log - w.into.log_scale(padded)
-    return log
+class OutputProblem(RoundingProblem):
+    """The same, and of all points met the one is taken where the outputs for the calibration inputs change least."""
+
+    def __init__(self, symmetry: Symmetry, counted: Counts, criterion: Quantization, batches: list[Any]) -> None:
+        super().__init__(symmetry, counted, criterion, batches)
+        self.batches = batches
+        self.twin = copy.deepcopy(symmetry.model).eval().requires_grad_(False)
+        with torch.no_grad():
+            self.references = [_real(call(self.twin, batch)) for batch in batches]
+        self.output_size = sum(float(x.double().square().sum()) for xs in self.references for x in xs) or 1.0
+
+    @torch.no_grad()
+    def value(self, s: Tensor) -> float:
+        """The squared change of the outputs, relative to the outputs, with weights that are really rounded."""
+        named = dict(self.twin.named_parameters())
+        weights = {w.name: self.restored(w, s.double()).to(named[w.name]) for w in self.weights}
+        change = 0.0
+        for batch, references in zip(self.batches, self.references, strict=True):
+            outputs = _real(functional_call(self.twin, weights, *as_arguments(batch)))
+            change += sum(float((x - y).double().square().sum()) for x, y in zip(outputs, references, strict=True))
+        return change / self.output_size
