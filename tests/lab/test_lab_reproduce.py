@@ -40,11 +40,11 @@ def test_the_report_has_every_artifact(folder: Path, capsys: pytest.CaptureFixtu
     assert (
         f"{len(all_artifacts())} of {len(all_artifacts())} tables and figures have results" in capsys.readouterr().out
     )
-    page, text = (folder / name for name in ("index.html", "README.md"))
+    page = (folder / "index.html").read_text()
     for artifact in all_artifacts():
-        assert artifact in page.read_text()
-        assert artifact in text.read_text()
-    assert "http://" not in page.read_text().replace("http://www.w3.org", "")
+        assert artifact in page
+        assert artifact in (folder / f"{artifact.split('/')[0]}.md").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
 
 
 def test_one_run_of_a_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_artifacts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["repro2020"], "no artifact 'repro2020'; did you mean repro2019"),
         (["ruff2020/tabel1"], "did you mean ruff2020/table1"),
         (["xyz"], "no artifact 'xyz'. There are those of the papers stock2019, defazio2018"),
-        (["repro2019", "--row", "Magic"], "there is no row Magic in repro2019/figure2, repro2019/figure3; there are"),
+        (["repro2019", "--row", "Magic"], "there is no row Magic in repro2019/figure2, repro2019/figure3"),
         (["repro2019", "--column", "99"], "there is no column 99"),
     ],
 )
