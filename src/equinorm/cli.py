@@ -463,6 +463,34 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Mappings:
+    """List where a diagonal can move between layers: the mappings of SmoothQuant and AWQ, proved in float64. For
+    hf:FOLDER the config is enough, no weight is read."""
+
+    model: Model
+    format: Annotated[
+        Literal["text", "llm-compressor"], arg(help="For people, or as a recipe that llm-compressor reads.")
+    ] = "text"
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    json: Json = False
+
+    def run(self) -> None:
+        from .tools import mappings
+
+        found, change = mappings.of_model(self.model, self.model_args, self.input, _step)
+        if self.json:
+            rows = [{"smooth": row.patterns[0], "balance": row.patterns[1], **asdict(row)} for row in found]
+            _print_json({"model": self.model, "mappings": rows})
+        elif self.format == "text":
+            print(mappings.table(found))
+            print(change)
+        else:
+            print(mappings.recipe(found))
+            print(change, file=sys.stderr)
+
+
+@dataclass(frozen=True)
 class Demo:
     """ENorm in deep nets, and every family on one net, on scikit-learn's digits: tables, a picture, a minute on two
     cores."""
@@ -766,6 +794,7 @@ Command = (
     | Annotated[Methods, tyro.conf.subcommand("methods")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Mappings, tyro.conf.subcommand("mappings")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]

@@ -20,6 +20,8 @@ from .explain import Explainer, Explanation, where
 from .holding import holding
 from .interpreter import Interpreter
 from .invariances import MODES, Carried, Norms
+from .mappings import Mapping as Diagonal
+from .mappings import mappings, prove
 from .scales import FROZEN
 from .verify import (
     LARGEST,
@@ -198,6 +200,17 @@ class Symmetry:
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, parameters=parameters, processes=processes)
         return twin
+
+    def mappings(self) -> list[Diagonal]:
+        """Where a diagonal can move between layers: SmoothQuant's and AWQ's mappings, in the order of the network.
+
+        >>> print(*equinorm.trace(model, x).mappings(), sep="\\n")
+        """
+        return mappings(self)
+
+    def prove(self, mapping: Diagonal, example_inputs: Any) -> float:
+        """By how much the outputs change, in float64, when the scales of a mapping are moved at random on a copy."""
+        return prove(self, mapping, example_inputs)
 
     @property
     def moving(self) -> list[ScaledParameter]:
