@@ -39,7 +39,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	$(BIN)/equinorm bench --out out/bench
+	$(BIN)/equinorm bench
 
 # Warnings are errors, and the tutorials are executed.
 docs: $(VENV)/.docs
