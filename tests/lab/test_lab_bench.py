@@ -180,3 +180,22 @@ def test_an_unknown_name_is_refused_before_anything_is_measured(tmp_path: Path, 
     with pytest.raises(UserError, match=f"bench has no {what} .* here; it has '"):
         run(("steps",), tmp_path, device="cpu", quick=True, **asked)
     assert not list(tmp_path.iterdir())
+
+
+# -- many processes, and folders larger than memory --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_sent_and_what_a_folder_costs(tmp_path: Path) -> None:
+    run(("sharded", "checkpoint"), tmp_path, device="cpu", quick=True, repeats=1)
+    sent = json.loads((tmp_path / "bench_sharded_quick.json").read_text())["rows"]
+    assert {(row["network"], row["way"]) for row in sent} >= {("llama", "tensor parallel"), ("resnet18", "FSDP2")}
+    for row in sent:
+        assert (row["cycle_numbers"] > 0) == (row["way"] != "DDP")
+        assert row["cycle_numbers"] <= 2 * row["scales"]
+        assert row["cycle_kinds"] in ([], ["all_reduce"])
+    (folder,) = json.loads((tmp_path / "bench_checkpoint_quick.json").read_text())["rows"]
+    assert folder["norm_after"] < folder["norm_before"]
+    assert folder["imbalance"] < 1e-8
+    assert folder["processor_seconds"] > 0
+    assert folder["program_bytes"] < folder["peak_bytes"]

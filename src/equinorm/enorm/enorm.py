@@ -395,7 +395,7 @@ class ENorm:
             return
         self._has_state = True
         tensors = [self.symmetry.tensor(name) for name in self._terms]
-        if any(optimizer.state.get(q) for optimizer in self.optimizers for q in tensors):
+        if any(_has_stepped(optimizer.state.get(q)) for optimizer in self.optimizers for q in tensors):
             warnings.warn(
                 f"{self._optimizer_names()} has made steps already and this ENorm begins anew: if training is resumed, "
                 "load its state too, enorm.load_state_dict(...), or biases go on with other learning rates; if it "
@@ -452,3 +452,8 @@ def _at(model: nn.Module, path: Sequence[str]) -> Tensor | None:
     for part in path[:-1]:
         module = module._modules.get(part) if module is not None else None
     return None if module is None else module._parameters.get(path[-1])
+
+
+def _has_stepped(state: Mapping[str, Any] | None) -> bool:
+    """Whether an optimizer has made steps with a parameter, whose state it may have before the first (Adagrad)."""
+    return bool(state) and float(state.get("step", 1)) > 0  # type: ignore[union-attr]
