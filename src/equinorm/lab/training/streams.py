@@ -1,7 +1,7 @@
 """Streams for runs, given back when a run ends and taken by the next.
 
-Torch hands out 32 streams of a priority in turn. With each that multiplies matrices come workspaces of cuBLAS, 32 MiB on
-an H100 or H200 for the forward and as much for the backward pass, which are kept for good; and memory that was freed on
+Torch hands out 32 streams of a priority in turn. Each that multiplies matrices gets workspaces of cuBLAS, 32 MiB on an
+H100 or H200 for the forward and as much for the backward pass, which are kept for good; and memory that was freed on
 one stream is not used on another. So runs one after the other would hold more memory with every run, up to 2 GiB.
 
 >>> stream = take(priority=0)
