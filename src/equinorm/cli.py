@@ -622,6 +622,9 @@ class Campaign:
 
     list: Annotated[bool, arg(help="Print what is done and what is left, and train nothing.")] = False
     choose: Annotated[bool, arg(help="Write the settings that the tuning runs decided into the recipe.")] = False
+    merge: Annotated[
+        tuple[Path, ...], arg(metavar="FILE", help="Take over runs that a sitting brought back: its runs.jsonl.")
+    ] = ()
     item: Annotated[
         Patterns, arg(metavar="ITEM", help="Only this item, artifact or paper. Repeat it for several.")
     ] = ()
@@ -644,12 +647,15 @@ class Campaign:
         from .lab.training.store import Store
 
         store, items = Store(_results(self.results, self.toy)), campaign.named(self.item)
+        for file in self.merge:
+            merged = store.merge(file)
+            print(f"{file}: {len(merged.added)} new, {len(merged.present)} known, {len(merged.damaged)} not whole")
         if self.choose:
             changed = campaign.write_chosen(store)
             print(f"{campaign.CHOSEN}: {'written' if changed else 'as it was'}")
         if self.list:
             print(campaign.table(campaign.standing(store, items, toy=self.toy)))
-        if self.choose or self.list:
+        if self.choose or self.list or self.merge:
             return
         done = campaign.work(
             store, items, minutes=self.minutes, sitting=self.sitting, toy=self.toy, data_dir=self.data_dir,
