@@ -40,10 +40,9 @@ def page_at(path: Path) -> Page:
 
 def faults_of(path: Path) -> list[str]:
     """What is wrong with the links of one page."""
-    page, faults = page_at(path), []
-    for target in page.loaded:
-        if urlsplit(target).scheme in ("http", "https") or target.startswith("//"):
-            faults.append(f"loads {target} from the network")
+    page = page_at(path)
+    remote = (target for target in page.loaded if urlsplit(target).netloc)
+    faults = [f"loads {target} from the network" for target in remote]
     for target in (*page.links, *page.loaded):
         parts = urlsplit(target)
         if parts.scheme or parts.netloc:
