@@ -390,5 +390,5 @@ def test_propagation(tmp_path: Path) -> None:
 
 def test_every_example_is_run_here() -> None:
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    elsewhere = {"timm_training"}  # tests/integrations
+    elsewhere = {"timm_training", "sharded_training"}  # tests/integrations, tests/test_sharded.py
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= tested | elsewhere

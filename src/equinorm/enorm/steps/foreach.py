@@ -19,6 +19,7 @@ from torch import Tensor
 from ...criteria.norm import Side, Sum, powers_of
 from ..biases import Gains
 from .fused import FusedStep, TensorSet
+from .moves import Moves
 from .protocol import Problem
 from .structure import COLUMN, ROW, MatrixView, NetStructure, may_cancel, net_structure
 
@@ -120,6 +121,7 @@ class ForeachStep(FusedStep):
         self.s = torch.zeros(net.n + 1, dtype=dtype, device=self.device)
         self._weights: list[Tensor] = []
         self._parts: list[tuple[GroupedView, int, list[Tensor]]] = []
+        self._moves = Moves(problem.dtype)
         kinds = (True, False) if problem.cycles > 1 else (True,)
         blocks = [list(self._blocks(net, views, first)) for first in kinds]
         self._first, self._later = _with_last(blocks[0]), _with_last(blocks[-1])
@@ -182,7 +184,7 @@ class ForeachStep(FusedStep):
 
     # -- new coordinates -----------------------------------------------------------------------------------------------
 
-    def move(self) -> None:
+    def begin_move(self) -> None:
         self.log_t += self.s[:-1]
         self.gains.measure_(self.log_t)
         total = self._log_factors(slice(None))
@@ -192,13 +194,17 @@ class ForeachStep(FusedStep):
             if gained and power < 0 and len(self._gain_of):
                 powered = powered.index_add(0, self._gained, -power * self.gains.change[self._gain_of].to(self.dtype))
             factors.append(powered.exp())
+        self._moves = Moves(self.dtype)
         for matrix, channel, tensors in self._parts:
             by_row, by_column = factors[channel][matrix.rows], matrix.spread(factors[channel][matrix.columns])
             for piece in matrix.pieces():
-                factor = by_row[piece, None] * by_column
-                for tensor in tensors:
-                    tensor[piece].mul_(factor)
-        self._weights, self._parts = [], []  # gradients may be freed now
+                self._moves.add_products([tensor[piece] for tensor in tensors], by_row[piece, None], by_column[None])
+        self._moves.reserve()
+        self._weights, self._parts = [], []  # gradients may be freed when all is done
+
+    def finish_move(self) -> BaseException | None:
+        moves, self._moves = self._moves, Moves(self.dtype)
+        return moves.make()
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 
