@@ -82,7 +82,7 @@ def test_numbers_that_no_state_dict_has_are_refused(tmp_path: Path) -> None:
     symmetry.rescale_(symmetry.absorbed * 3.0)
     assert model.embeddings.LayerNorm.eps > 100 * before
     torch.testing.assert_close(outputs(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"LayerNorm has eps = .*, not 1e-12.*Save the whole module"):
+    with pytest.raises(ValueError, match=r"LayerNorm has eps = \S*, not 1e-12.*Save the whole module"):
         model.save_pretrained(tmp_path)
     assert not [*tmp_path.iterdir()]
     symmetry.rescale_(symmetry.absorbed * -3.0)
@@ -90,6 +90,14 @@ def test_numbers_that_no_state_dict_has_are_refused(tmp_path: Path) -> None:
         if isinstance(module, nn.LayerNorm):
             module.eps = before  # which it is already, but for rounding
     assert_loads_again(model, TOKENS, tmp_path)
+
+
+def test_a_batch_norm_with_another_epsilon_is_named(tmp_path: Path) -> None:
+    model = resnet()
+    symmetry = equinorm.trace(model, IMAGES, invariances=True)
+    symmetry.rescale_(torch.full((symmetry.num_scales,), 0.5, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"normalization has eps = \S*, not 1e-05.*Save the whole module"):
+        model.save_pretrained(tmp_path)
 
 
 def test_half_precision_without_invariances_loads_again(tmp_path: Path) -> None:

@@ -55,8 +55,11 @@ class _Module:
 
     kind: str
     tensors: frozenset[str]
-    norm: tuple[int, float, bool] | None = None  # channels, ε and whether it has gains, of a batch norm with statistics
+    norm: tuple[int, bool] | None = None  # channels, and whether it has gains, of a batch norm with statistics
     epsilons: tuple[tuple[str, float | None], ...] = ()  # which are in no state dict
+
+    def is_but_for_epsilons(self, other: _Module | None) -> bool:
+        return other is not None and replace(self, epsilons=other.epsilons) == other
 
 
 def _architecture(model: nn.Module) -> dict[str, _Module]:
@@ -65,7 +68,7 @@ def _architecture(model: nn.Module) -> dict[str, _Module]:
         held = {**module._parameters, **module._buffers}
         norm = None
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            norm = (module.num_features, module.eps, module.affine)
+            norm = (module.num_features, module.affine)
         tensors = frozenset(key for key, value in held.items() if value is not None)
         found[name] = _Module(type(module).__name__, tensors, norm, _epsilons(module))
     return found
@@ -116,7 +119,7 @@ class SavingGuard:
                 gone[name] = None
         biased = {}
         for name, layer in self.layer_of.items():
-            if name in gone and layer in now and self._has_new_bias(layer, now) and self.before[name].norm[2]:  # type: ignore[index]
+            if name in gone and layer in now and self._has_new_bias(layer, now) and self.before[name].norm[1]:  # type: ignore[index]
                 gone[name], biased[layer] = layer, name
         others = [
             f"{name or 'the model'} {_difference(now.get(name), self.before.get(name))}"
@@ -135,9 +138,10 @@ class SavingGuard:
         state = dict(state)
         like = next(value for value in state.values() if value.is_floating_point())
         for name, layer in gone.items():
-            norm = self.before[name].norm
-            assert norm is not None
-            channels, eps, affine = norm
+            was = self.before[name]
+            assert was.norm is not None
+            (channels, affine), eps = was.norm, dict(was.epsilons)["eps"]
+            assert eps is not None
             offset = like.new_zeros(channels) if layer is None else state.pop(f"{layer}.bias")
             state[f"{name}.running_mean"] = torch.zeros_like(offset)
             state[f"{name}.running_var"] = torch.full_like(offset, 1.0 - eps)
@@ -149,7 +153,7 @@ class SavingGuard:
     def _refusal(self, others: list[str]) -> str:
         more = f" (and {len(others) - 3} more)" if len(others) > 3 else ""
         now = _architecture(self.model)
-        if all(name in now and replace(now[name], epsilons=was.epsilons) == was for name, was in self.before.items()):
+        if now.keys() == self.before.keys() and all(now[x].is_but_for_epsilons(was) for x, was in self.before.items()):
             remedy = (
                 "A rescaling changed what norms add to their variances, which is in no state dict. Save the whole "
                 "module, torch.save(model, ...), or balance a freshly loaded model with symmetry=equinorm.trace(model, "
@@ -167,9 +171,11 @@ class SavingGuard:
 
 
 def _difference(now: _Module | None, before: _Module | None) -> str:
-    if now is not None and before is not None and replace(now, epsilons=before.epsilons) == before:
-        names = [key for key, _ in sorted({*now.epsilons} - {*before.epsilons}, key=lambda pair: pair[0])]
-        changed = (f"{key} = {dict(now.epsilons)[key]:.3g}, not {dict(before.epsilons).get(key)}" for key in names)
+    if now is not None and before is not None and now.is_but_for_epsilons(before):
+        old, new = dict(before.epsilons), dict(now.epsilons)
+        changed = [
+            f"{key} = {new.get(key)}, not {old.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)
+        ]
         return f"has {', '.join(changed)}"
     return f"is {_described(now)}, not {_described(before)}"
 
