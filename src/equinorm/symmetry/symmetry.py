@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.flat import refuse_flat_model
+from ..models.saving import guard_saving_
 from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from ..models.unwrapping import unwrap
@@ -253,6 +254,8 @@ class Symmetry:
         exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         buffers = [carried.value(self.model) for carried in self.carried]
+        if not all(isinstance(buffer, Tensor) for buffer in buffers):
+            guard_saving_(self.model)  # numbers such as ε are in no state dict
         with tensors_kept([*tensors, *(b for b in buffers if isinstance(b, Tensor))]), self._numbers_kept():
             for name, tensor, factor in zip(factors, tensors, moved, strict=True):
                 if name in shifts:
