@@ -161,21 +161,37 @@ class Symmetry:
         return twin
 
     def holding(self, names: Iterable[str]) -> Symmetry:
-        """The rescalings among these that leave the parameters of these names as they are.
+        """The rescalings among these that leave the parameters of these names, and numbers of norms, as they are.
 
         >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
         """
-        held = set(names) & {w.name for w in self.moving}
-        if not held:
-            return self
+        held = set(names) & {x.name for x in (*self.moving, *self.carried)}
+        return self._restricted(held) if held else self
+
+    def tying(self, groups: Iterable[Iterable[str]]) -> Symmetry:
+        """The rescalings among these under which the numbers of norms in each group change by one factor.
+
+        >>> symmetry.tying([[carried.name for carried in symmetry.carried]])  # they have one entry in a config
+        """
+        terms = {carried.name: carried.term for carried in self.carried}
+        ties = []
+        for group in groups:
+            first, *others = [terms[name] for name in group if name in terms] or [None]
+            ties += [
+                ScaledParameter(f"tie {len(ties) + i}", torch.Size([]), first, other, False, 0)
+                for i, other in enumerate(others)
+            ]
+        return self._restricted(set(), ties) if ties else self
+
+    def _restricted(self, held: set[str], ties: Sequence[ScaledParameter] = ()) -> Symmetry:
+        """Without what moves held parameters and numbers; out = in for ties."""
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
-        followers = [
-            ScaledParameter(f"number {i}", torch.Size([]), c.term, None, False, 0) for i, c in enumerate(self.carried)
-        ]
-        left, twin.birth = holding([*self.parameters, *followers], self.birth, held)
+        followers = [ScaledParameter(c.name, torch.Size([]), c.term, None, False, 0) for c in self.carried]
+        every = [*self.parameters, *followers, *ties]
+        left, twin.birth = holding(every, self.birth, held | {tie.name for tie in ties})
         twin.parameters, followers = left[: len(self.parameters)], left[len(self.parameters) :]
-        both = zip(self.carried, followers, strict=True)
+        both = zip(self.carried, followers, strict=False)
         twin.carried = [replace(carried, term=w.out) for carried, w in both if w.out is not None]
         twin.num_scales = len(twin.birth)
         return twin
