@@ -4,8 +4,8 @@
     fitted = fit(model, inputs, folder)
     print(fitted)
 
-Scales are rounded to powers of two, so no weight loses a digit. ε is not in a state dict: in a folder of transformers it
-is an entry of the config, which all norms of a kind share, so their scales are tied; ε without an entry stays.
+Scales are rounded to powers of two, so no weight loses a digit. ε is not in a state dict: in a folder of transformers
+it is an entry of the config, which all norms of a kind share, so their scales are tied; ε without an entry stays.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_inputs(path: Path) -> list[Any]:
     leaves = pytree.tree_leaves(batches)
     if not batches or not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise UserError(
-            f"{path} must hold what the model is called with: a tensor, a tuple or a dict of tensors, or a list of these"
+            f"{path} must hold what the model is called with: a tensor, a tuple or a dict of tensors, or a list of such"
         )
     return batches
 
