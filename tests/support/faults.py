@@ -180,6 +180,7 @@ def judge(seed: int, name: str, model: nn.Module, x: Tensor, symmetry: equinorm.
         return "wrote nothing"
     work, interrupt = twins[1], rng.random() < 0.5
     before = _copied(work.everything())
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     try:
         with warnings.catch_warnings(), Faulty(work.tensors(), rng.randint(1, count.writes), interrupt):
             warnings.simplefilter("ignore")
@@ -187,6 +188,8 @@ def judge(seed: int, name: str, model: nn.Module, x: Tensor, symmetry: equinorm.
         return "the fault was not heard"
     except (FaultError, KeyboardInterrupt):
         pass
+    finally:
+        signal.signal(signal.SIGINT, heard)
     if _same(work.everything(), before):
         return "as before"
     # rounding may differ where a thread's share of a sum does
