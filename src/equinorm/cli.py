@@ -42,7 +42,8 @@ Model = Annotated[
     Positional[str],
     arg(
         metavar="MODEL",
-        help="module:callable, file.py:callable, torchvision:NAME, timm:NAME or hf:FOLDER (nothing is downloaded).",
+        help="module:callable, file.py:callable, torchvision:NAME, timm:NAME or hf:FOLDER. Nothing is downloaded. A "
+        "module or file is imported, which runs the code in it: name only what you trust.",
     ),
 ]
 CheckpointFile = Annotated[
@@ -402,6 +403,8 @@ class Diagnose:
     def run(self) -> None:
         from .tools import diagnose
 
+        if self.samples < 1:
+            raise _user_error(f"--samples must be at least 1, got {self.samples}")
         _check_place(self.output, self.force)
         data = None if self.data is None else diagnose.read_data(self.data)
         work = _Work.begin(self)

@@ -34,7 +34,7 @@ from equinorm.criteria.exponentials import Exponentials, Quadratic
 from equinorm.errors import UserError
 from equinorm.tools import pretrained, sources
 from equinorm.tools.epsilon import entries_of
-from equinorm.tools.pretrained import Bound, Check, Plan, Pretrained, balanced, parts, write
+from equinorm.tools.pretrained import Bound, Check, Plan, Pretrained, balanced, factors_when_due, parts, write
 
 transformers = pytest.importorskip("transformers")
 
@@ -223,7 +223,7 @@ def absorbed(name: str) -> tuple[Bound, equinorm.Symmetry, Tensor]:
 
 def test_the_config_gets_the_epsilon_that_follows_the_weights() -> None:
     bound, symmetry, move = absorbed("llama")
-    factors = symmetry.factors(2.0 * move)
+    factors = factors_when_due(symmetry, 2.0 * move)
     plan = Plan(factors, set(), 2.0, entries_of(symmetry, 2.0 * move, bound.config))
     assert plan.config == {"rms_norm_eps": pytest.approx(0.1 * math.exp(4.0))}
     write(bound, plan, Path("new"), lambda old, new: Check())

@@ -37,7 +37,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from ...errors import UserError
-from ...files import to_disk
+from ...files import set_aside, to_disk
 from .runs import Run
 
 __all__ = ["PATIENCE", "Computed", "DamagedError", "Lock", "Merged", "Record", "Scan", "Store", "dumps", "unpacked"]
@@ -277,6 +277,8 @@ class Store:
             held = path.exists()
             if held and _is_alive(path, now, patience):
                 return None
+            if path.is_dir():
+                set_aside(path)
             if not self._put(path, json.dumps(me), over=held):
                 return None
         lock = Lock(self, path, str(me["token"]), patience / _BEATS)
@@ -481,12 +483,14 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _holder(lock: Path) -> dict[str, Any]:
-    """What a lock says about its process; empty if it is gone or unreadable."""
+    """What a lock says about its process; empty if it is gone or damaged."""
     try:
         found = json.loads(lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    kinds = {"machine": str, "pid": int, "born": str, "token": str}
+    whole = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+    return found if whole else {}
 
 
 def _is_alive(lock: Path, now: float, patience: float) -> bool:
