@@ -116,12 +116,13 @@ def test_what_fails_twice_is_taken_back(n: int) -> None:
     moves = Moves(torch.float64)
     for t in tensors[:2]:
         moves.add(t, logs)
-    moves.add_products(tensors[2:], logs[0] + 1, logs[1])
+    moves.add_products(tensors[2:3], tensors[3:], logs[0] + 1, logs[1])
     moves.reserve()
     if n == 5:
         assert moves.make() is None
         torch.testing.assert_close(tensors[1], before[1] * (logs[0] + logs[1]).exp())
-        torch.testing.assert_close(tensors[3], before[3] * (logs[0] + 1))
+        torch.testing.assert_close(tensors[2], before[2] * (logs[0] + 1))
+        torch.testing.assert_close(tensors[3], before[3] / (logs[0] + 1))
         return
     with pytest.raises(FaultError), Faulty(tensors, n, times=2):
         moves.make()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..balance import counting, symmetry_of
+from ..criteria import Criterion, Norm
 from ..launch import ORDINARY
 from ..models.frozen import Frozen, check_frozen, held_by, untrained
 from ..models.handle import Handle
@@ -51,6 +52,7 @@ class ENorm:
         p, c: norm and asymmetry. c > 1 moves energy towards the output; 1.2 is stock2019's choice for deep FC nets.
         cycles: ENorm cycles each time.
         every: act on every n-th call of `step`.
+        criterion: `criteria.Norm(p, c)` in place of p and c; no other criterion has cycles.
         bias: "safe" (default) keeps the effective learning rate of biases bounded when c ≠ 1, see below; "plain" only
             rescales them, as stock2019 does; "skip" leaves every scale alone that would move a bias.
         batchnorm: "preserve" carries scales by BatchNorm's gain and offset; "ignore" treats BatchNorm as absent, as
@@ -85,6 +87,7 @@ class ENorm:
         c: float = 1.0,
         cycles: int = 1,
         every: int = 1,
+        criterion: Criterion | None = None,
         bias: str = "safe",
         batchnorm: str = "preserve",
         parameters: Iterable[str] | Callable[[str], bool] | None = None,
@@ -95,6 +98,7 @@ class ENorm:
         gradients: bool = True,
         backend: str = "auto",
     ) -> None:
+        p, c = _norm_of(criterion, p, c)
         for name, choice, known in (("bias", bias, BIASES), ("backend", backend, BACKENDS)):
             if choice not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
@@ -395,7 +399,7 @@ class ENorm:
             return
         self._has_state = True
         tensors = [self.symmetry.tensor(name) for name in self._terms]
-        if any(optimizer.state.get(q) for optimizer in self.optimizers for q in tensors):
+        if any(_has_stepped(optimizer.state.get(q)) for optimizer in self.optimizers for q in tensors):
             warnings.warn(
                 f"{self._optimizer_names()} has made steps already and this ENorm begins anew: if training is resumed, "
                 "load its state too, enorm.load_state_dict(...), or biases go on with other learning rates; if it "
@@ -452,3 +456,23 @@ def _at(model: nn.Module, path: Sequence[str]) -> Tensor | None:
     for part in path[:-1]:
         module = module._modules.get(part) if module is not None else None
     return None if module is None else module._parameters.get(path[-1])
+
+
+def _has_stepped(state: Mapping[str, Any] | None) -> bool:
+    """Whether an optimizer has made steps with a parameter, whose state it may have before the first (Adagrad)."""
+    return bool(state) and float(state.get("step", 1)) > 0  # type: ignore[union-attr]
+
+
+def _norm_of(criterion: Criterion | None, p: float, c: float) -> tuple[float, float]:
+    """p and c, which a criterion may give in their place."""
+    if criterion is None:
+        return p, c
+    if not isinstance(criterion, Norm):
+        name = type(criterion).__name__
+        raise TypeError(
+            f"ENorm's cycle is the exact step of a norm, and there is none for {name}: pass criterion=Norm(p, c), or "
+            f"call equinorm.balance_(model, x, criterion={name}(...)) once, before training or after it"
+        )
+    if (p, c) != (2.0, 1.0):
+        raise TypeError("p and c belong to the norm: pass criterion=Norm(p, c), or p and c, not both")
+    return criterion.p, criterion.c

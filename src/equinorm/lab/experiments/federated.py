@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..training.runs import Data, Method, Model, Optim, Run
@@ -101,13 +100,8 @@ def table(choices: Mapping[str, Choice]) -> Artifact:
                 lambda means: all(wins(means, row, "BN", ["skewed"]) for row in ("GN", "unit filters")),
             ),
         ),
-        shrink=_small,
+        shrink=toy_run,
     )
-
-
-def _small(run: Run) -> Run:
-    toy = toy_run(run)
-    return replace(toy, batch=8)
 
 
 def artifacts(chosen: Chosen | None = None) -> list[Artifact]:
