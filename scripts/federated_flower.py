@@ -1,10 +1,11 @@
 """A federated run of the laboratory beside the same run in Flower, on the CPU: do both end with the same network?
 
-    pip install 'flwr[simulation]'
+    pip install flwr
     python scripts/federated_flower.py            # prints the largest difference of any weight, relative to the largest
 
 Four clients with skewed labels (Dirichlet 0.1) on the embedded digits, a ResNet-8, three rounds. Flower's clients get the
-common weights, make one pass over their images as the laboratory does, and Flower's FedAvg takes the mean.
+common weights, make one pass over their images as the laboratory does, and Flower's FedAvg takes the mean; its server
+and its clients are in one process.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 import flwr
 import numpy as np
 import torch
-from flwr.client import ClientApp, NumPyClient
-from flwr.common import Context, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from flwr.client import NumPyClient
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import Server, SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg
-from flwr.simulation import run_simulation
 from torch import nn
 from torch.nn import functional as F
 
@@ -85,34 +86,44 @@ class Client(NumPyClient):
         return weights(self.model), len(federation.shares[self.number]), {}
 
 
-class Remembered(FedAvg):
-    """FedAvg, whose last mean can be looked at."""
+class Proxy(ClientProxy):
+    """How Flower's server reaches a client: in this process."""
 
-    last: list[np.ndarray]
+    def __init__(self, number: int, client: Any) -> None:
+        super().__init__(str(number))
+        self.client = client
 
-    def aggregate_fit(self, *arguments: Any) -> Any:
-        found = super().aggregate_fit(*arguments)
-        self.last = parameters_to_ndarrays(found[0])
-        return found
+    def fit(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        return self.client.fit(ins)
+
+    def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        raise NotImplementedError
+
+    def get_parameters(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        raise NotImplementedError
+
+    def evaluate(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        raise NotImplementedError
+
+    def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
+        raise NotImplementedError
 
 
 def in_flower(run: Run) -> list[np.ndarray]:
-    def client(context: Context) -> Any:
-        return Client(run, int(context.node_config["partition-id"])).to_client()
-
-    strategy = Remembered(
+    strategy = FedAvg(
         fraction_evaluate=0.0,
         min_fit_clients=CLIENTS,
         min_available_clients=CLIENTS,
         initial_parameters=ndarrays_to_parameters(weights(prepared(run)[1])),
         on_fit_config_fn=lambda number: {"round": number},
     )
-
-    def server(context: Context) -> ServerAppComponents:
-        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=ROUNDS))
-
-    run_simulation(ServerApp(server_fn=server), ClientApp(client_fn=client), num_supernodes=CLIENTS)
-    return strategy.last
+    manager = SimpleClientManager()
+    for number in range(CLIENTS):
+        manager.register(Proxy(number, Client(run, number).to_client()))
+    server = Server(client_manager=manager, strategy=strategy)
+    server.set_max_workers(1)  # one client after the other
+    server.fit(num_rounds=ROUNDS, timeout=None)
+    return parameters_to_ndarrays(server.parameters)
 
 
 def here(run: Run) -> list[np.ndarray]:
@@ -122,15 +133,19 @@ def here(run: Run) -> list[np.ndarray]:
     return weights(training.parts.model)
 
 
+def floats(tensors: list[np.ndarray]) -> np.ndarray:
+    """All weights and running statistics in a row, without counters."""
+    return np.concatenate([t.ravel() for t in tensors if np.issubdtype(t.dtype, np.floating)])
+
+
 def main() -> int:
     torch.set_num_threads(1)
     worst = 0.0
     for row in ("BN", "GN"):
         run = the_run(row)
-        pairs = list(zip(here(run), in_flower(run), strict=True))
-        pairs = [(a, b) for a, b in pairs if np.issubdtype(a.dtype, np.floating)]
-        difference = max(float(np.abs(a - b).max()) for a, b in pairs) / max(float(np.abs(a).max()) for a, _ in pairs)
-        moved = max(float(np.abs(a - b).max()) for a, b in zip(here(run), weights(prepared(run)[1]), strict=True))
+        ours, start, flower = (floats(tensors) for tensors in (here(run), weights(prepared(run)[1]), in_flower(run)))
+        difference = float(np.abs(ours - flower).max() / np.abs(ours).max())
+        moved = float(np.abs(ours - start).max())
         print(f"{row}: after {ROUNDS} rounds of {CLIENTS} clients largest relative difference {difference:.1e}, "
               f"while weights moved by up to {moved:.2f} (torch {torch.__version__}, flwr {flwr.__version__})")  # fmt: skip
         worst = max(worst, difference)
