@@ -3,9 +3,9 @@
     pip install flwr
     python scripts/federated_flower.py            # prints the largest difference of any weight, relative to the largest
 
-Four clients with skewed labels (Dirichlet 0.1) on the embedded digits, a ResNet-8, three rounds. Flower's clients get the
-common weights, make one pass over their images as the laboratory does, and Flower's FedAvg takes the mean; its server
-and its clients are in one process.
+Four clients with skewed labels (Dirichlet 0.1) on the embedded digits, a ResNet-8, three rounds. Flower's clients get
+the common weights, make one pass over their images as the laboratory does, and Flower's FedAvg takes the mean; its
+server and its clients are in one process.
 """
 
 from __future__ import annotations
@@ -146,8 +146,10 @@ def main() -> int:
         ours, start, flower = (floats(tensors) for tensors in (here(run), weights(prepared(run)[1]), in_flower(run)))
         difference = float(np.abs(ours - flower).max() / np.abs(ours).max())
         moved = float(np.abs(ours - start).max())
-        print(f"{row}: after {ROUNDS} rounds of {CLIENTS} clients largest relative difference {difference:.1e}, "
-              f"while weights moved by up to {moved:.2f} (torch {torch.__version__}, flwr {flwr.__version__})")  # fmt: skip
+        print(
+            f"{row}: after {ROUNDS} rounds of {CLIENTS} clients largest relative difference {difference:.1e}, "
+            f"while weights moved by up to {moved:.2f} (torch {torch.__version__}, flwr {flwr.__version__})"
+        )
         worst = max(worst, difference)
     return int(worst > 1e-5)
 
