@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import equinorm
 from equinorm import launch as dispatch
 from equinorm.msr import InputNoise, MeanShiftRejection, mean_shift_rejection_, parameter_groups
-from equinorm.nn import EquiNormConv2d, EquiNormLinear
+from equinorm.nn import EquiNormConv2d, EquiNormLinear, SummingReLU
 from support.triton_interpreter import needs_triton
 
 pytest.importorskip("triton")
@@ -139,6 +139,24 @@ def test_equilibrium(compiled: set[str], dtype: torch.dtype) -> None:
     back(rows.rectified(x.detach().to(memory_format=torch.channels_last).requires_grad_()))
     passes = {"_sum_rows", "_sum_planes", "_add_rows", "_add_planes"}
     assert compiled == {*passes, "transform_kernel", "weight_gradient_kernel"}
+
+
+@pytest.mark.parametrize(("dtype", "channels_last"), only((torch.bfloat16, True), DTYPES, [True, False]))
+def test_a_relu_that_sums(compiled: set[str], dtype: torch.dtype, channels_last: bool) -> None:
+    """With a sum and without, in place, and in the layer before; a layer that averages, and one that does not."""
+    first = EquiNormConv2d(8, 64, 3, padding=1, stats_fraction=0.5)
+    second, third = EquiNormConv2d(64, 32, 3, momentum=None, stats_fraction=0.5), EquiNormConv2d(32, 16, 1)
+    net = nn.Sequential(first, second, third).to(dtype)
+    x = torch.rand(4, 8, 8, 8).to(dtype)
+    if channels_last:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)  # type: ignore
+    relu, last = SummingReLU(fraction=0.5), SummingReLU(inplace=True)
+    first.relu_follows = 0.5
+    y = second(relu(first(relu(x.requires_grad_(), torch.rand_like(x)))))
+    back(third(last(y)))
+    layout = "rows" if channels_last else "planes"
+    passes = {f"{name}_{layout}" for name in ("_rectify", "_let_through", "_sum", "_add")}
+    assert compiled == {*passes, "_total", "transform_kernel", "weight_gradient_kernel"}
 
 
 @pytest.mark.slow

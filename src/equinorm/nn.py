@@ -11,3 +11,4 @@ from .equilibrium.layers import EquiNormConv2d as EquiNormConv2d
 from .equilibrium.layers import EquiNormConv3d as EquiNormConv3d
 from .equilibrium.layers import EquiNormConvTranspose2d as EquiNormConvTranspose2d
 from .equilibrium.layers import EquiNormLinear as EquiNormLinear
+from .equilibrium.relu import SummingReLU as SummingReLU

@@ -5,6 +5,7 @@ In reading order:
 - `functional.py`: the method, as pure functions of tensors.
 - `reference.py`: the paper's equations in plain loops, the oracle of the tests.
 - `layers.py`: convolutions and linear layers with running statistics, gain and offset.
+- `relu.py`: a ReLU that leaves channel sums to the layers behind it; `sums.py`: how it does.
 - `kernels/`: the same in a few Triton kernels, imported where they can be launched.
 
 >>> from equinorm import equilibrium
@@ -27,6 +28,7 @@ from .layers import (
     EquiNormLayer,
     EquiNormLinear,
 )
+from .relu import SummingReLU
 
 __all__ = [
     "EquiNormConv1d",
@@ -35,6 +37,7 @@ __all__ = [
     "EquiNormConvTranspose2d",
     "EquiNormLayer",
     "EquiNormLinear",
+    "SummingReLU",
     "balanced_signs",
     "equilibrate",
     "input_means",

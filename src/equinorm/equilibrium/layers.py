@@ -20,7 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..launch import compilable, dense, kernels
-from .functional import EPS, balanced_signs, equilibrate, input_means, output_size, spatial_ratio, swap_channels
+from .functional import (
+    EPS,
+    balanced_signs,
+    equilibrate,
+    input_means,
+    output_size,
+    spatial_ratio,
+    stats_samples,
+    swap_channels,
+)
+from .sums import leave_sums, sums_left
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +60,10 @@ class EquiNormLayer(nn.Module):
     gain: Tensor | None
     running_mean: Tensor | None
     num_batches_tracked: Tensor | None
+
+    relu_follows: float | None = None
+    """Set where all that reads the output is a `SummingReLU`, whose `fraction` it is: then the kernels may do the work
+    of that ReLU on their way, and it hands on what is rectified already. `convert` does with `pairs=True`."""
 
     def __init__(
         self,
@@ -201,10 +215,12 @@ class EquiNormLayer(nn.Module):
 
     # -- the same by the kernels for CUDA --------------------------------------------------------------------
 
-    def _fused(self, x: Tensor, plus: Tensor | None = None, relu: bool = False) -> Tensor | None:
+    def _fused(self, x: Tensor, plus: Tensor | None = None, relu: bool = False, summed: float = 0.0) -> Tensor | None:
         """The layer, and what comes after, in a few kernels that read x once; None where they cannot be used.
 
-        Under autocast the statistics are those of the rounded inputs, which are what the operation sees.
+        Where a ReLU has left the channel sums of x on it, it is not read for them; if this layer is asked for a ReLU,
+        it leaves those of the `summed` part of its batch. Under autocast the statistics are those of the rounded
+        inputs, which are what the operation sees.
         """
         running = self.running_mean
         if (self.process_group if self.training else running) is not None:
@@ -231,8 +247,17 @@ class EquiNormLayer(nn.Module):
         plan = fast.plan_for(rows, parameters, settings, tracking)
         if plan is None:
             return None
-        y: Tensor = fast.run(plan, rows, parameters, tracking, fast.After(plus, relu))
-        return y if rows.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
+        if rows.dim() != x.dim():
+            y, _ = fast.run(plan, rows, parameters, tracking, fast.After(plus, relu))
+            return y.view(*x.shape[:-1], y.shape[-1])
+        if not relu and self.relu_follows is not None and self.training:
+            relu, summed = True, self.relu_follows
+        samples = stats_samples(summed, x.shape[0]) if relu and summed else 0
+        after = fast.After(plus, relu, samples)
+        y, sums = fast.run(plan, rows, parameters, tracking, after, sums_left(rows, settings.samples))
+        if relu:
+            leave_sums(y, sums, samples)
+        return y
 
     def _fused_settings(self, x: Tensor, dtype: torch.dtype, fast: Any) -> tuple[Tensor, Any]:
         """(x as (batch, channels, ...), the layer in the words of the kernels); None where they have none."""
@@ -320,7 +345,7 @@ class EquiNormLayer(nn.Module):
         for option in _options():
             value = getattr(self, option.name)
             text += "" if value == option.default else f", {option.name}={value}"
-        return text
+        return text if self.relu_follows is None else f"{text}, relu_follows={self.relu_follows}"
 
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
@@ -429,13 +454,17 @@ class EquiNormConv2d(_EquiNormConvNd, nn.Conv2d):
 
     _plain = nn.Conv2d
 
-    def rectified(self, input: Tensor, plus: Tensor | None = None) -> Tensor:
-        """relu(self(input) + plus), on CUDA in one pass over the outputs; `plus` has their shape. Calls no hooks."""
+    def rectified(self, input: Tensor, plus: Tensor | None = None, fraction: float = 0.0) -> Tensor:
+        """relu(self(input) + plus), on CUDA in one pass over the outputs; `plus` has their shape. Calls no hooks.
+
+        With a fraction that pass also leaves the channel sums of that part of the batch on the result, for the EquiNorm
+        layers that read it next.
+        """
         if plus is not None:
             shape = (*input.shape[:-3], self.out_channels, *self._output_size(input.shape[-2:]))
             if plus.shape != shape:
                 raise ValueError(f"a tensor of shape {tuple(plus.shape)} cannot be added: the output has shape {shape}")
-        if (fused := self._fused(input, plus, relu=True)) is not None:
+        if (fused := self._fused(input, plus, relu=True, summed=fraction)) is not None:
             return fused
         out = self.forward(input)
         return torch.relu(out if plus is None else out + plus)

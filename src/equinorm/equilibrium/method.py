@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..models.graph import Call
+from ..models.graph import Call, Step
 from ..models.layers import fans
 from ..models.plan import Norm, Plan
 from ..models.replacing import fuse_layers
@@ -26,6 +27,7 @@ from .layers import (
     EquiNormLayer,
     EquiNormLinear,
 )
+from .relu import SummingReLU
 
 __all__ = ["METHODS"]
 
@@ -38,7 +40,9 @@ LAYERS: dict[type[nn.Module], Any] = {
 }
 
 
-def _plan(plan: Plan, depthwise: bool, balance_signs: bool, **options: Any) -> None:
+def _plan(plan: Plan, depthwise: bool, balance_signs: bool, pairs: bool, **options: Any) -> None:
+    made: dict[str, EquiNormLayer] = {}
+
     def make(call: Call, norm: Norm | None) -> nn.Module | str:
         layer = call.module
         kind = LAYERS.get(torch_layer(layer))
@@ -48,22 +52,63 @@ def _plan(plan: Plan, depthwise: bool, balance_signs: bool, **options: Any) -> N
             return "a fan-in of 1: EquiNorm balances the weights of an output against each other"
         if not depthwise and getattr(layer, "groups", 1) > 1 and layer.in_channels == layer.groups:
             return "a depthwise convolution, with one input channel per output; convert it with depthwise=True"
-        return _layer(kind, layer, norm, balance_signs, options)
+        made[call.path] = _layer(kind, layer, norm, balance_signs, options)
+        return made[call.path]
 
     fuse_layers(plan, make, lambda module: isinstance(module, EquiNormLayer))
     for call in plan.layers():
         if call.path in plan.converted and any(s not in plan.graph.not_negative for s in call.inputs):
             plan.remark(call.path, "its inputs may be negative, which the method is not made for")
+    if pairs:
+        _pair(plan, made)
+
+
+def _pair(plan: Plan, made: Mapping[str, EquiNormLayer]) -> None:
+    """Let ReLUs leave the channel sums of what they put out to the layers that read it, and layers rectify for them.
+
+    `made` are the layers that are to take the place of others. ReLUs are only ever replaced by ReLUs.
+    """
+    graph = plan.graph
+    layers = {path: module for path, module in graph.modules.items() if isinstance(module, EquiNormLayer)}
+    layers.update({path: layer for path, layer in made.items() if path in plan.converted})
+    fractions: dict[Step, float] = {}  # what is read by layers alone in their calls, and for which part of the batch
+    for path, layer in layers.items():
+        for call in graph.calls.get(path, []):
+            if len(call.inputs) == 1:
+                fractions.setdefault(call.inputs[0], layer.stats_fraction)
+    relus = {
+        path: [(call, max((fractions.get(step, 0.0) for step in call.outputs), default=0.0)) for call in calls]
+        for path, calls in graph.calls.items()
+        if type(graph.modules[path]) in (nn.ReLU, SummingReLU) and not plan.refused(path, graph.modules[path])
+    }
+    norms = {norm.layer.path: norm for norm in plan.norms if norm.layer is not None and norm.path in plan.converted}
+    followed: set[str] = set()
+    for path, layer in layers.items():
+        norm, only = norms.get(path), graph.only_call(path)
+        if only is None or (norm is not None and norm.tail):
+            continue
+        outputs = only.outputs if norm is None else [norm.output]
+        readers = {reader.calls[-1] if reader.calls else None for step in outputs for reader in graph.readers(step)}
+        for relu, calls in relus.items():
+            for read, fraction in calls:
+                if readers == {read}:
+                    plan.later(partial(setattr, layer, "relu_follows", fraction))
+                    followed.add(relu)
+    for path, calls in relus.items():
+        fraction = max(fraction for _, fraction in calls)
+        old = graph.modules[path]
+        if (fraction or path in followed) and getattr(old, "fraction", None) != fraction:
+            plan.swap(path, SummingReLU(old.inplace, fraction).train(old.training))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
 def _layer(
     kind: Any, plain: nn.Module, norm: Norm | None, balance_signs: bool, options: Mapping[str, Any]
-) -> nn.Module:
+) -> EquiNormLayer:
     """An EquiNorm layer with a layer's weight, and the gain, offset and habits of the norm behind it."""
     given = {name: value for name, value in options.items() if value != "inherit"}
     if norm is None:
-        layer: nn.Module = kind.from_plain(plain, **given)
+        layer: EquiNormLayer = kind.from_plain(plain, **given)
         layer.requires_grad_(plain.weight.requires_grad)  # type: ignore[arg-type]
     else:
         old = norm.module
@@ -80,7 +125,7 @@ def _layer(
                 mine.requires_grad_(theirs.requires_grad)
     if balance_signs and not layer.weight.is_meta:
         with suppress(ValueError):  # pruned kernels have no signs to balance
-            layer.balance_signs_()  # type: ignore[operator]
+            layer.balance_signs_()
     return layer
 
 
@@ -90,6 +135,11 @@ def _plain(layer: nn.Module) -> nn.Module | str:
         return "it keeps no running statistics, so its weights depend on the batch"
     plain: nn.Module = layer.to_plain()
     return plain
+
+
+def _plain_relu(relu: nn.Module) -> nn.Module:
+    assert isinstance(relu, SummingReLU)
+    return nn.ReLU(relu.inplace)
 
 
 METHODS = (
@@ -109,8 +159,10 @@ METHODS = (
             "eps": EPS,
             "depthwise": False,
             "balance_signs": True,
+            "pairs": False,
         },
         layers={EquiNormLayer: _plain},
+        modules={SummingReLU: _plain_relu},
         instead=LAYERS,
     ),
 )

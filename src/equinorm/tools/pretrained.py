@@ -38,6 +38,7 @@ from ..symmetry import ScaledParameter, Symmetry, Term
 from ..symmetry.capture import PLAIN_DTYPES
 from . import verify
 from .checkpoints import Checkpoint, first_line, same_bits
+from .epsilon import entries_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -257,6 +258,12 @@ class Bound:
         found = self._group_of[canonical].values(get)
         return next(tensor for own, tensor in found.items() if self._canonical[own] == canonical)
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """All entries, those too that the folder leaves at their defaults."""
+        config: Any = self.model.config
+        return {**config.to_dict(), **self.folder.config}
+
     def canonical(self, name: str) -> str:
         """The first of the names of a tensor of the model."""
         return self._canonical[name]
@@ -402,8 +409,8 @@ class Plan:
     counts: set[str]  # parameters that count in the norm
     p: float
     config: dict[str, Any] = field(default_factory=dict)
-    """Entries that change with the weights. Norms that absorb the size of what they read would change their ε here
-    (`rms_norm_eps`, `layer_norm_eps`); least-norm criteria hold those scales, so nothing does today."""
+    """Entries that change with the weights: ε of norms that absorb the size of what they read. Criteria of least norm
+    hold these scales."""
     imbalance: float = 0.0
     iterations: int = 0
     converged: bool = True
@@ -455,6 +462,7 @@ def balanced(
         counts={bound.canonical(w.name) for w in symmetry.parameters if counts(w)},
         p=p, imbalance=imbalance, iterations=iterations, converged=converged, num_scales=symmetry.num_scales, held=held,
         held_in=tuple(held_in), passes=passes / max(size, 1), value_before=before, value_after=after,
+        config=entries_of(symmetry, log_scales, bound.config),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 In reading order, each file on its own:
 
 - `per_channel.py`: the sums of the channels of a tensor, and numbers added to its channels; two passes over it.
+- `rectify.py`: a ReLU that sums the channels of what it puts out, and takes in the gradient of the sums.
 - `weights.py`: the weights in equilibrium, from the sums of the inputs, and their gradient; a kernel each.
 - `layer.py`: the layer as an autograd function around its convolution, and the plan of its launches.
 - `operators.py`: the kernels of the weights for `torch.compile`; imported when it is asked for.
@@ -30,6 +31,7 @@ from .layer import (
     run,
 )
 from .per_channel import add_per_channel_, axes, partial_sums
+from .rectify import plain_rectified, rectified
 from .tuning import TUNING
 from .weights import (
     Equilibrium,
@@ -60,7 +62,9 @@ __all__ = [
     "linear_settings",
     "partial_sums",
     "plain_layer",
+    "plain_rectified",
     "plan_for",
+    "rectified",
     "rows_of",
     "run",
     "transform_kernel",

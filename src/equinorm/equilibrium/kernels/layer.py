@@ -9,7 +9,10 @@ A step reads and writes, besides what its convolution does anyway:
 - backward: the gradient of the outputs once, for the offset and behind the ReLU (`_sum_rows`); the weights and their
   gradient (`weight_gradient_kernel`); the gradient of the inputs that supplied statistics, in place (`_add_rows`).
 
-Three launches each. What is kept for the backward pass is what a convolution keeps, and a few numbers per channel.
+Three launches each. Where the ReLU before has left the channel sums of the inputs (`rectify.py`), the inputs are not
+read for them; the gradient of the sums goes back to that ReLU, and that of the inputs is left alone.
+
+What is kept for the backward pass is what a convolution keeps, and a few numbers per channel.
 Nothing waits for the device.
 
 What the host has to work out for tensors of some shapes is worked out once, as a `Plan`; a small layer takes
@@ -22,7 +25,7 @@ longer to launch than to run.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +35,7 @@ from torch import Tensor
 from ...launch import CHANNELS_LAST, DTYPES, Launch, channels_last, on_device
 from ..functional import EPS, equilibrate, output_size, spatial_ratio, stats_samples
 from .per_channel import add_launch, axes, sum_launch
+from .rectify import rectify, rectify_backward, total, with_values
 from .tuning import TUNING
 from .weights import (
     Equilibrium,
@@ -221,10 +225,12 @@ def linear_settings(shape: tuple[int, ...], features: int, options: Options) -> 
 
 
 class After(NamedTuple):
-    """What comes behind the layer: something of its dtype is added, and all of it rectified."""
+    """What comes behind the layer: something of its dtype is added, and all of it rectified; of how many samples of
+    that the channel sums are wanted too."""
 
     plus: Tensor | None = None
     relu: bool = False
+    samples: int = 0
 
     def to(self, y: Tensor) -> None:
         """Do it in the memory of y."""
@@ -260,17 +266,24 @@ class Plan:
         self.partial_size = parts * layout.channels
         self.state_size = state_size(weight, equilibrium.groups)
         self.transform = transform_launch(weight, device, equilibrium, parts, self.count, momentum)
+        self.averages = momentum is None
+        self._transform_known = partial(transform_launch, weight, device, equilibrium, 1, self.count, momentum)
         self.memory_format = CHANNELS_LAST[x.dim()] if channels_last(x) else torch.contiguous_format
         self.chunks = chunks_of(weight.shape[0], equilibrium.groups)[0]
         self.chunks_size = partial_size(weight, equilibrium.groups)
         self._launches: dict[Any, Any] = {}
+
+    @cached_property
+    def transform_known(self) -> Launch:
+        """`transform` where the channel sums of the inputs are known; it counts the batch, unless it averages."""
+        return self._transform_known(counts=not self.averages)
 
     def add(self, y: Tensor, values: Tensor, parts: int, samples: int, after: After = NOTHING) -> None:
         """Add the sum over the rows of values [parts, channels], or what it begins with, to the first samples of y.
 
         And do what comes after, which is for all samples.
         """
-        plus, relu = after
+        plus, relu, _ = after
         if plus is not None and plus.stride() != y.stride():
             plus = torch.empty_like(y).copy_(plus)
         key = (y.shape, y.stride(), values.dtype, parts, samples, plus is None, relu)
@@ -365,11 +378,21 @@ def plan_for(x: Tensor, parameters: Parameters, settings: Settings, tracking: Tr
 
 
 def run(
-    plan: Plan, x: Tensor, parameters: Parameters, tracking: Tracking | None = None, after: After = NOTHING
-) -> Tensor:
-    """The layer on the tensors that `plan` was made for, x in the precision of the operation; and what comes after."""
+    plan: Plan,
+    x: Tensor,
+    parameters: Parameters,
+    tracking: Tracking | None = None,
+    after: After = NOTHING,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The layer on the tensors that `plan` was made for, x in the precision of the operation; and what comes after.
+
+    `sums` are the channel sums of the samples that supply the statistics, where they are known. Returns the output, and
+    its channel sums where `after` asks for them.
+    """
     with on_device(x.device):
-        return _Layer.apply(x, *parameters, *after, plan, tracking)
+        y = _Layer.apply(x, *parameters, after.plus, sums, after, plan, tracking)
+    return y if after.samples else (y, None)
 
 
 def equinorm_layer(x: Tensor, parameters: Parameters, settings: Settings, tracking: Tracking | None = None) -> Tensor:
@@ -381,12 +404,15 @@ def equinorm_layer(x: Tensor, parameters: Parameters, settings: Settings, tracki
     plan = plan_for(x, parameters, settings, tracking)
     if plan is None:
         raise ValueError("the kernels take dense tensors in float32, bfloat16 or float16; use plain_layer")
-    return run(plan, x, parameters, tracking)
+    return run(plan, x, parameters, tracking)[0]
 
 
-def plain_layer(x: Tensor, weight: Tensor, gain: Tensor | None, settings: Settings) -> Tensor:
+def plain_layer(
+    x: Tensor, weight: Tensor, gain: Tensor | None, settings: Settings, sums: Tensor | None = None
+) -> Tensor:
     """What `equinorm_layer` computes, without the offset, in operations that autograd knows."""
-    sums = x[: settings.samples].sum([axis for axis in range(x.dim()) if axis != 1], dtype=torch.float32)
+    if sums is None:
+        sums = x[: settings.samples].sum([axis for axis in range(x.dim()) if axis != 1], dtype=torch.float32)
     means = sums / (settings.samples * math.prod(x.shape[2:]))
     options = {"groups": settings.operation.groups, "two_pass": settings.two_pass, "eps": settings.eps}
     w = equilibrate(weight, means, settings.rho, gain=gain, **options)
@@ -404,55 +430,77 @@ class _Layer(torch.autograd.Function):
         gain: Tensor | None,
         bias: Tensor | None,
         plus: Tensor | None,
-        relu: bool,
+        sums: Tensor | None,
+        after: After,
         plan: Plan,
         tracking: Tracking | None,
-    ) -> Tensor:
+    ) -> Any:
         running, batches = (None, None) if tracking is None else tracking[:2]
         operation = plan.operation
         offset = None  # what the operation adds itself
-        if bias is not None and not isinstance(operation, Convolution):
+        if bias is not None and not isinstance(operation, Convolution) and not after.samples:
             offset = bias if bias.dtype == plan.dtype else torch.empty_like(bias, dtype=plan.dtype)
-        partial = torch.empty(plan.partial_size, dtype=torch.float32, device=plan.device)
-        state = partial.new_empty(plan.state_size)
+        rounded = None if offset is bias else offset
+        state = torch.empty(plan.state_size, dtype=torch.float32, device=plan.device)
         w = torch.empty_like(weight, dtype=plan.dtype)
-        plan.sum(x, partial, batches, None, None)
-        plan.transform(weight, partial, gain, bias, running, batches, w, None if offset is bias else offset, state)
-        after = After(plus, relu)
+        if sums is None:
+            partial = state.new_empty(plan.partial_size)
+            plan.sum(x, partial, batches, None, None)
+            plan.transform(weight, partial, gain, bias, running, batches, w, rounded, state)
+        else:
+            if plan.averages and batches is not None:
+                batches.add_(1)  # before anyone divides by it
+            plan.transform_known(weight, sums, gain, bias, running, batches, w, rounded, state)
         y = operation(x, w) if isinstance(operation, Convolution) else operation(x, w, offset)
-        if bias is not None and isinstance(operation, Convolution):  # y belongs to nobody yet
+        left = None
+        if after.samples:  # y belongs to nobody yet
+            left = rectify(y, y, after.samples, bias, plus)
+            ctx.set_materialize_grads(False)
+        elif bias is not None and isinstance(operation, Convolution):
             plan.add(y, bias, 1, y.shape[0], after)
         else:
             after.to(y)
-        ctx.save_for_backward(x, weight, gain, w, state, y if relu else None)
-        ctx.plan = plan
+        ctx.save_for_backward(x, weight, gain, sums, w, state, y if after.relu else None)
+        ctx.plan, ctx.samples = plan, after.samples
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        return y if left is None else (y, left)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gain, w, state, gate = ctx.saved_tensors
-        plan, (grad,) = ctx.plan, grads
-        for_x, for_weight, for_gain, for_bias, for_plus = ctx.needs_input_grad[:5]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, gain, sums, w, state, gate = ctx.saved_tensors
+        plan, (grad, for_left) = ctx.plan, (*grads, None)[:2]
+        if grad is None:
+            if for_left is None:
+                return (None,) * 9
+            grad = torch.zeros_like(gate)
+        for_x, for_weight, for_gain, for_bias, for_plus, for_sums = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():  # somebody will differentiate this once more
+            grad = grad if for_left is None else with_values(grad, for_left, ctx.samples)
             grad = grad if gate is None else grad * (gate > 0)
-            plain = _plain_backward(grad, x, weight, gain, plan.settings, ctx)
-            return (*plain, grad if for_plus else None, None, None, None)
+            *plain, of_sums = _plain_backward(grad, x, weight, gain, sums, plan.settings, ctx)
+            return (*plain, grad if for_plus else None, of_sums, None, None, None)
 
         only_bias = not (for_x or for_weight or for_gain)
+        partial_bias: Tensor | None = None
+        if for_left is not None:
+            grad, partial_bias = rectify_backward(grad, gate, for_left, ctx.samples, for_bias and not only_bias)
+            gate = None
         if gate is not None and (only_bias or not for_bias or axes(gate) is None):
             grad, gate = torch.ops.aten.threshold_backward(grad, gate, 0), None
         if only_bias:
             grad_bias = _sum_all(grad, ctx.bias_dtype) if for_bias else None
-            return None, None, None, grad_bias, grad if for_plus else None, None, None, None
+            return None, None, None, grad_bias, grad if for_plus else None, None, None, None, None
 
         if gate is not None and grad.stride() != gate.stride():
             grad = torch.empty_like(gate).copy_(grad)
         elif not (grad.is_contiguous() or channels_last(grad)):
             grad = grad.contiguous(memory_format=plan.memory_format)
-        sums, parts, grad_bias = None, 1, None
+        parts, grad_bias = 1, None
         if for_bias:
-            sums, parts, grad = plan.sums(grad, gate)
+            if partial_bias is None:
+                partial_bias, parts, grad = plan.sums(grad, gate)
+            else:
+                parts = partial_bias.shape[0]
             grad_bias = state.new_empty(weight.shape[0], dtype=ctx.bias_dtype)
         grad_x, grad_w = plan.operation.backward(grad, x, w, (for_x, True))
         if not (grad_w.is_contiguous() or channels_last(grad_w)):
@@ -461,11 +509,15 @@ class _Layer(torch.autograd.Function):
         grad_gain = None if gain is None else torch.empty_like(gain)
         partial = state.new_empty(plan.chunks_size)
         launch = plan.differentiate(grad_w, parts, for_bias)
-        launch(weight, grad_w, state, gain, sums, grad_weight, grad_gain, grad_bias, partial)
-        if for_x:
+        launch(weight, grad_w, state, gain, partial_bias, grad_weight, grad_gain, grad_bias, partial)
+        grad_sums = None
+        if for_sums:
+            # d/d sums is d/d v / count, which is what `partial` has
+            grad_sums = total(partial, plan.chunks, x.shape[1])
+        elif for_x:
             plan.add(grad_x, partial, plan.chunks, plan.settings.samples)
         gradients = (grad_x, grad_weight if for_weight else None, grad_gain if for_gain else None, grad_bias)
-        return (*gradients, grad if for_plus else None, None, None, None)
+        return (*gradients, grad if for_plus else None, grad_sums, None, None, None)
 
 
 def _sum_all(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -473,12 +525,19 @@ def _sum_all(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plain_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, gain: Tensor | None, settings: Settings, ctx: Any
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gain: Tensor | None,
+    sums: Tensor | None,
+    settings: Settings,
+    ctx: Any,
 ) -> list[Tensor | None]:
-    """The gradients of x, weight, gain and bias, themselves differentiable."""
-    needed = ctx.needs_input_grad[:4]
-    leaves = [tensor for tensor, need in zip((x, weight, gain), needed[:3], strict=True) if need and tensor is not None]
-    output = plain_layer(x, weight, gain, settings)
+    """The gradients of x, weight, gain, bias and sums, themselves differentiable."""
+    for_x, for_weight, for_gain, for_bias, _, for_sums = ctx.needs_input_grad[:6]
+    given = ((x, for_x), (weight, for_weight), (gain, for_gain), (sums, for_sums))
+    leaves = [tensor for tensor, needed in given if needed and tensor is not None]
+    output = plain_layer(x, weight, gain, settings, sums)
     of_leaves = iter(torch.autograd.grad(output, leaves, grad, create_graph=True) if leaves else ())
-    gradients: list[Tensor | None] = [next(of_leaves) if need else None for need in needed[:3]]
-    return [*gradients, _sum_all(grad, ctx.bias_dtype) if needed[3] else None]
+    of_x, of_weight, of_gain, of_sums = (next(of_leaves) if needed else None for _, needed in given)
+    return [of_x, of_weight, of_gain, _sum_all(grad, ctx.bias_dtype) if for_bias else None, of_sums]

@@ -22,7 +22,17 @@ from torch import Tensor
 from ...launch import Launch, channels_last
 from .tuning import TUNING
 
-__all__ = ["Axes", "add_launch", "add_per_channel_", "axes", "part_block", "partial_sums", "sum_launch", "sum_of_parts"]
+__all__ = [
+    "Axes",
+    "add_launch",
+    "add_per_channel_",
+    "axes",
+    "folded",
+    "part_block",
+    "partial_sums",
+    "sum_launch",
+    "sum_of_parts",
+]
 
 
 class Axes(NamedTuple):
@@ -160,7 +170,7 @@ def _add_planes(
     _add(x, value[:, None], plus, plane.to(tl.int64)[:, None] * inner + i[None, :], inside, RELU)
 
 
-def _folded(rows: int, channels: int) -> int:
+def folded(rows: int, channels: int) -> int:
     """How many rows to read as one, so that few channels still fill a 16-byte load: a power of two."""
     fold = 1
     while channels * fold < 64 and rows % (2 * fold) == 0:
@@ -177,7 +187,7 @@ def sum_launch(layout: Axes, device: torch.device, readers: int = 1) -> tuple[La
     many to read."""
     outer, channels, inner = layout
     if inner == 1:
-        fold = _folded(outer, channels)
+        fold = folded(outer, channels)
         rows, columns = outer // fold, channels * fold
         block_c = min(triton.next_power_of_2(columns), TUNING.tile // 16)
         block_r = TUNING.tile // block_c
@@ -197,7 +207,7 @@ def add_launch(layout: Axes, device: torch.device, parts: int = 1, relu: bool = 
     """The launch (x, partial, plus or None) that adds the sum over the rows of partial [parts, channels]."""
     outer, channels, inner = layout
     if inner == 1:
-        fold = _folded(outer, channels)
+        fold = folded(outer, channels)
         rows, columns = outer // fold, channels * fold
         block_c = min(triton.next_power_of_2(columns), TUNING.tile // 16)
         block_r = TUNING.tile // block_c

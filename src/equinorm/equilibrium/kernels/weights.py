@@ -108,6 +108,7 @@ def transform_kernel(
     TWO_PASS: tl.constexpr,
     SATURATE: tl.constexpr,
     AVERAGE: tl.constexpr,
+    COUNTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -116,9 +117,12 @@ def transform_kernel(
     """One output channel: v of its group, b, s, and w'' = gain · s (w + b); see `functional.shift_and_scale`.
 
     Moves the running mean towards v / ρ if there is one, or makes it the mean over all batches (AVERAGE). Rounds
-    the bias to `offset` if there is one.
+    the bias to `offset` if there is one. COUNTS the batch if nobody has yet: not together with AVERAGE, which reads it.
     """
     d = tl.program_id(0)
+    if COUNTS and batches is not None:  # noqa: SIM102 (decided when compiled)
+        if d == 0:
+            tl.store(batches, tl.load(batches) + 1)
     if offset is not None:
         tl.store(offset + d, tl.load(bias + d).to(tl.float32))
     weight += d.to(tl.int64) * inputs * window
@@ -360,6 +364,7 @@ def transform_launch(
     parts: int,
     count: int,
     momentum: float | None = 0.0,
+    counts: bool = False,
 ) -> Launch:
     """The launch (weight, partial, gain, bias, running, batches, out, offset, state)."""
     outputs, inputs, window = weight.shape[0], weight.shape[1], math.prod(weight.shape[2:])
@@ -388,6 +393,7 @@ def transform_launch(
         TWO_PASS=equilibrium.two_pass,
         SATURATE=dtype == torch.float16,
         AVERAGE=momentum is None,
+        COUNTS=counts,
         BLOCK_P=part_block(parts, block_s),
         BLOCK_S=block_s,
         **_weight_blocks(inputs, window, TUNING.weight_tile // 2),
