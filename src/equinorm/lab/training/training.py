@@ -199,7 +199,7 @@ class Training:
             self._generator.manual_seed(mixed_seed(self.run.seed, 3, self.done, *([self.rank] if self.rank else [])))
         self._replay((count, layer), lambda: self._steps(count, layer), self.host_rates[i])
         self.done += count
-        if self.federation is not None:
+        if self.federation is not None and i + count in self.federation.ends:
             with self._stream():
                 self.federation.after(i + count, self._network_tensors(), self._forget)
         if self.at_epoch_end:
