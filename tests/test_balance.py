@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import equinorm
+from equinorm import criteria
 from equinorm.balance import counting
 from equinorm.criteria.norm import Objective, imbalance, layouts
 from equinorm.enorm.reference import balance_layers_, objective, paper_views
@@ -374,6 +375,16 @@ def test_a_report_is_a_table_in_a_notebook() -> None:
     assert table.count("<tr>") == table.count("</tr>") == 7
     assert f"<th>norm after</th><td>{report.norm_after:.6g}</td>" in table
     assert "<td>1 (in 0.weight, 2.weight)</td>" in table
+
+
+def test_a_report_names_its_criterion_and_shows_itself() -> None:
+    report = equinorm.balance_(chain(5, 6, 2), torch.randn(3, 5).double(), criterion=criteria.Range())
+    assert repr(report) == f"<BalanceReport: {report}>"
+    assert "Range()" in repr(report)
+    table = report._repr_html_()
+    assert "<th>criterion</th><td>Range()</td>" in table
+    assert f"<td>{report.value_after:.6g}</td>" in table
+    assert "norm before" not in table
 
 
 def test_a_time_limit_keeps_the_function_and_says_so() -> None:

@@ -174,6 +174,12 @@ CONVERTED: dict[str, dict[tuple[str, str], int]] = {
         ("BatchNorm1d", "FilterResponseNorm"): 1,
         ("ReLU", "TLU"): 3,
     },
+    "evonorm_s0": {
+        ("BatchNorm2d", "EvoNormS0"): 4,
+        ("BatchNorm1d", "EvoNormS0"): 1,
+        ("ReLU", "Identity"): 3,
+    },
+    "dyt": {("BatchNorm2d", "DynamicTanh"): 4, ("BatchNorm1d", "DynamicTanh"): 1},
     "none": {("BatchNorm2d", "Identity"): 4, ("BatchNorm1d", "Identity"): 1},
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -522,6 +525,38 @@ def test_checkpoints_are_resumed_by_another_number_of_processes(tmp_path: Path, 
     assert_equal(ranks(4).run(go_on_from, str(tmp_path / "checkpoint"), 3, 5), expected)
 
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "sharded_training.py"
+
+
+def example_run(folder: str, steps: int) -> list[float]:
+    found: list[float] = runpy.run_path(str(EXAMPLE))["main"](Path(folder), steps, save_every=4)
+    return found
+
+
+def test_the_example_goes_on_from_where_it_was_ended(tmp_path: Path, ranks: Pools) -> None:
+    folder, pool = str(tmp_path), ranks(2)
+    losses, others = pool.run(example_run, folder, 6)
+    assert losses == others
+    assert losses[-1] < losses[0] - 0.5
+    assert pool.run(example_run, folder, 6) == [losses[4:], losses[4:]]
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_in_another_number_of_processes(tmp_path: Path, ranks: Pools) -> None:
+    losses = ranks(2).run(example_run, str(tmp_path), 6)[0]
+    for others in ranks(4).run(example_run, str(tmp_path), 6):
+        assert others == pytest.approx(losses[4:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_it_says(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    done = subprocess.run([*command, str(tmp_path), "10"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 processes, from step 0")
+    assert "step 10: loss" in done.stdout
+
+
 # -- mean shift rejection ------------------------------------------------------------------------------------------
 
 
@@ -669,7 +704,9 @@ def refused() -> dict[str, str]:
 
     parallel = DistributedDataParallel(net("residual"))
     zero = ZeroRedundancyOptimizer(parallel.parameters(), SGD, lr=0.1)
-    note("ZeroRedundancyOptimizer", lambda: equinorm.ENorm(parallel, zero, images))
+    note("ZeroRedundancyOptimizer, ENorm", lambda: equinorm.ENorm(parallel, zero, images))
+    note("ZeroRedundancyOptimizer, MSR", lambda: equinorm.MeanShiftRejection(parallel, zero, luma=0.0))
+    note("ZeroRedundancyOptimizer, filters", lambda: equinorm.UnitFilters(parallel, zero, layers="hidden"))
 
     sharded = net("residual")
     fsdp_(sharded, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -695,7 +732,9 @@ def test_what_is_refused_is_named_with_the_remedy(ranks: Pools) -> None:
             message = messages.pop(f"FSDP1, {what}")
             assert message.startswith("TypeError: FullyShardedDataParallel (FSDP1)")
             assert "fully_shard (FSDP2)" in message
-        assert messages.pop("ZeroRedundancyOptimizer").startswith("TypeError: ZeroRedundancyOptimizer keeps the state")
+        for what in ("ENorm", "MSR", "filters"):
+            message = messages.pop(f"ZeroRedundancyOptimizer, {what}")
+            assert message.startswith("TypeError: ZeroRedundancyOptimizer keeps the state")
         assert "give symmetry= afterwards" in messages.pop("traced after sharding")
         assert "leave it at 'auto'" in messages.pop("backend")
         own = ("Muon", "Range", "Path", "OwnCriterion")

@@ -13,11 +13,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import (
+        agc,
         caps,
         criteria,
         diagnostics,
+        dyt,
         enorm,
         equilibrium,
+        evonorm,
         integrations,
         msr,
         nn,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
         unitfilters,
         weightnorm,
     )
+    from .agc.clipping import AdaptiveGradientClipping
     from .balance import BalanceReport, balance_
     from .comparison import CanonicalReport, canonical_, distance
     from .conversion import convert, fold
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from .weightnorm.init import data_dependent_init_
 
 _HOME = {
+    "AdaptiveGradientClipping": "agc.clipping",
     "BalanceReport": "balance",
     "CanonicalReport": "comparison",
     "ConvertReport": "models.reports",
@@ -63,6 +68,7 @@ _HOME = {
     "TraceError": "symmetry",
     "UnitFilters": "unitfilters.unitfilters",
     "add_input_noise_": "models.noise",
+    "agc": "",
     "balance_": "balance",
     "canonical_": "comparison",
     "caps": "",
@@ -72,8 +78,10 @@ _HOME = {
     "data_dependent_init_": "weightnorm.init",
     "diagnostics": "",
     "distance": "comparison",
+    "dyt": "",
     "enorm": "",
     "equilibrium": "",
+    "evonorm": "",
     "fold": "conversion",
     "integrations": "",
     "mean_shift_rejection_": "msr.apply",

@@ -54,6 +54,9 @@ class BalanceReport:
     value_after: float = 0.0
     notes: tuple[str, ...] = ()  # what the criterion has to say: what does not fit into half precision, say
 
+    def __repr__(self) -> str:
+        return f"<BalanceReport: {self}>"
+
     def __str__(self) -> str:
         if not self.num_scales:
             why = "print equinorm.trace(...).explain() to see why"
@@ -93,15 +96,20 @@ class BalanceReport:
 
     def _repr_html_(self) -> str:
         """The same as a small table, for notebooks."""
+        by_norm = isinstance(self.criterion, Norm)
+        unit = "norm" if by_norm else self.criterion.unit
+        before, after = (self.norm_before, self.norm_after) if by_norm else (self.value_before, self.value_after)
         rows = {
-            "norm before": f"{self.norm_before:.6g}",
-            "norm after": f"{self.norm_after:.6g}",
+            **({} if by_norm else {"criterion": repr(self.criterion)}),
+            f"{unit} before": f"{before:.6g}",
+            f"{unit} after": f"{after:.6g}",
             "imbalance": f"{self.imbalance:.1e}, {'at' if self.converged else 'NOT at'} the optimum",
             "scales": f"{self.num_scales:,}",
             "held": f"{self.held:,}" + (f" (in {', '.join(self.held_in)})" if self.held else ""),
             "iterations": f"{self.iterations}, {self.seconds:.2f} s",
             "change of the outputs": self._outputs().removeprefix("; outputs moved by ") or "not measured",
             **({"frozen parameters": f"stayed: {', '.join(self.kept)}"} if self.kept else {}),
+            **({"notes": "; ".join(self.notes)} if self.notes else {}),
         }
         cells = (f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
         return f"<table>{''.join(cells)}</table>" if self.num_scales else f"<p>{escape(str(self))}</p>"

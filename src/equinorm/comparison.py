@@ -38,6 +38,9 @@ class CanonicalReport:
     dead: int  # of these, of units that read or feed nothing but zeros, put at a fixed scale
     seconds: float  # without tracing
 
+    def __repr__(self) -> str:
+        return f"<CanonicalReport: {self}>"
+
     def __str__(self) -> str:
         if not self.num_scales:
             return "nothing to rescale: the model is its own canonical form"

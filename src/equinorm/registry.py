@@ -35,6 +35,8 @@ ROOMS = (
     "skipinit",
     "caps",
     "unitfilters",
+    "evonorm",
+    "dyt",
 )
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equinorm.unitfilters import data_init_, standardizing, unit_filters_
+from equinorm.models.initialising import standardizing
+from equinorm.unitfilters import data_init_, unit_filters_
 
 
 class Gained(nn.Module):
@@ -107,7 +108,7 @@ def test_constant_channels_keep_their_gain() -> None:
     model.sequence.parametrizations["weight"].original.data.zero_()
     report = data_init_(model, x, modules="own")
     assert report.constant == {"own": 1, "sequence": 5}
-    assert "1 constant channels: own" in str(report)
+    assert "own: 1 constant output" in str(report)
     assert torch.isfinite(model(x)).all()
 
 

@@ -17,6 +17,7 @@ from ..launch import ORDINARY
 from ..models.frozen import Frozen, check_frozen, held_by, untrained
 from ..models.handle import Handle
 from ..models.sharding import reshard
+from ..models.undo import interrupts_deferred
 from ..models.unwrapping import unwrap_optimizers
 from ..symmetry import ScaledParameter, Symmetry
 from .biases import SafeBiases
@@ -190,19 +191,28 @@ class ENorm:
         if len(self.biases):
             self._warn_without_state(stacklevel=3)
             self._reshard()
-            self.biases.before_step()
+            with interrupts_deferred():
+                self.biases.before_step()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Balance after an optimizer step: `cycles` ENorm cycles, on every `every`-th call."""
-        if self.biases.pending:
-            self.biases.after_step()
-        elif self.c != 1.0:
+        """Balance after an optimizer step: `cycles` ENorm cycles, on every `every`-th call.
+
+        All or nothing: what may fail comes before the first write, and Ctrl-C is heard when the step is complete.
+        """
+        if not self.biases.pending and self.c != 1.0:
             self.biases.warn_if_unsafe(stacklevel=3)  # of whoever calls this, through no_grad
-        self.calls += 1
-        if self.calls % self.every == 0:
-            self._balance()
-        self.biases.watch()
+        with interrupts_deferred():
+            try:
+                if self.biases.pending:
+                    self.biases.after_step()
+            finally:  # what is raised in one part is heard when the others are done
+                self.calls += 1
+                try:
+                    if self.calls % self.every == 0:
+                        self._balance()
+                finally:
+                    self.biases.watch()
 
     def bind(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> ENorm:
         """The same ENorm, with its state, on copies of the model and its optimizer; not attached."""
@@ -362,11 +372,13 @@ class ENorm:
     def _before_hook(self, number: int, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._warn_without_state(stacklevel=5)  # of whoever calls optimizer.step(), through torch's two frames
         self._reshard()
-        return self.biases.before_hook(number, args, kwargs)
+        with interrupts_deferred():
+            return self.biases.before_hook(number, args, kwargs)
 
     def _after_hook(self, number: int, *_: Any) -> None:
         """A cycle when all optimizers have stepped, or one a second time: the others may rest, or skip a step."""
-        self.biases.after_step(number)
+        with interrupts_deferred():
+            self.biases.after_step(number)
         again = number in self._stepped
         self._stepped.add(number)
         if len(self._stepped) == len(self.optimizers):
@@ -383,7 +395,7 @@ class ENorm:
             return
         self._has_state = True
         tensors = [self.symmetry.tensor(name) for name in self._terms]
-        if any(optimizer.state.get(q) for optimizer in self.optimizers for q in tensors):
+        if any(_has_stepped(optimizer.state.get(q)) for optimizer in self.optimizers for q in tensors):
             warnings.warn(
                 f"{self._optimizer_names()} has made steps already and this ENorm begins anew: if training is resumed, "
                 "load its state too, enorm.load_state_dict(...), or biases go on with other learning rates; if it "
@@ -440,3 +452,8 @@ def _at(model: nn.Module, path: Sequence[str]) -> Tensor | None:
     for part in path[:-1]:
         module = module._modules.get(part) if module is not None else None
     return None if module is None else module._parameters.get(path[-1])
+
+
+def _has_stepped(state: Mapping[str, Any] | None) -> bool:
+    """Whether an optimizer has made steps with a parameter, whose state it may have before the first (Adagrad)."""
+    return bool(state) and float(state.get("step", 1)) > 0  # type: ignore[union-attr]

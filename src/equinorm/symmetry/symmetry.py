@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.flat import refuse_flat_model
+from ..models.saving import guard_saving_
 from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from ..models.unwrapping import unwrap
@@ -20,6 +21,8 @@ from .explain import Explainer, Explanation, where
 from .holding import holding
 from .interpreter import Interpreter
 from .invariances import MODES, Carried, Norms
+from .mappings import Mapping as Diagonal
+from .mappings import mappings, prove
 from .scales import FROZEN
 from .verify import (
     LARGEST,
@@ -81,12 +84,16 @@ class ScaledParameter:
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
         # one exponential of the difference: each by itself may be out of range where their product is not
-        log_factor = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
-        if self.out is not None:
-            log_factor = log_factor + self.out.log_scale(padded)
-        if self.into is not None:
-            log_factor = log_factor - self.into.log_scale(padded)
-        return log_factor.exp()
+        first, *others = self.logs(padded)
+        for other in others:
+            first = first + other
+        return first.exp()
+
+    def logs(self, padded: Tensor) -> list[Tensor]:
+        """Logarithms of the parts of the factor, which broadcast together to its shape."""
+        parts = [] if self.out is None else [self.out.log_scale(padded)]
+        parts += [] if self.into is None else [-self.into.log_scale(padded)]
+        return parts or [padded.new_zeros([1] * len(self.shape))]
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
@@ -195,6 +202,17 @@ class Symmetry:
         twin.__dict__.update(self.__dict__, parameters=parameters, processes=processes)
         return twin
 
+    def mappings(self) -> list[Diagonal]:
+        """Where a diagonal can move between layers: SmoothQuant's and AWQ's mappings, in the order of the network.
+
+        >>> print(*equinorm.trace(model, x).mappings(), sep="\\n")
+        """
+        return mappings(self)
+
+    def prove(self, mapping: Diagonal, example_inputs: Any) -> float:
+        """By how much the outputs change, in float64, when the scales of a mapping are moved at random on a copy."""
+        return prove(self, mapping, example_inputs)
+
     @property
     def moving(self) -> list[ScaledParameter]:
         """The parameters with at least one free scale."""
@@ -236,6 +254,8 @@ class Symmetry:
         exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         buffers = [carried.value(self.model) for carried in self.carried]
+        if not all(isinstance(buffer, Tensor) for buffer in buffers):
+            guard_saving_(self.model)  # numbers such as ε are in no state dict
         with tensors_kept([*tensors, *(b for b in buffers if isinstance(b, Tensor))]), self._numbers_kept():
             for name, tensor, factor in zip(factors, tensors, moved, strict=True):
                 if name in shifts:

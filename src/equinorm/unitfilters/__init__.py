@@ -20,13 +20,13 @@ docs/unit-filters.md is for users.
 """
 
 from .functional import orthogonalize, project_
-from .init import DataInitReport, data_init_, standardizing
+from .init import InitReport, data_init_
 from .muon import Muon
 from .parametrization import UnitFilter, parameter_groups, unit_filters_
 from .unitfilters import UnitFilters
 
 __all__ = [
-    "DataInitReport",
+    "InitReport",
     "Muon",
     "UnitFilter",
     "UnitFilters",
@@ -34,6 +34,5 @@ __all__ = [
     "orthogonalize",
     "parameter_groups",
     "project_",
-    "standardizing",
     "unit_filters_",
 ]

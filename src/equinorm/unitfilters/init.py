@@ -6,48 +6,28 @@ and for modules of a user's own that put out gain · (...) + bias.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import meant
 from ..models.flat import refuse_shards
-from ..models.inputs import call
+from ..models.initialising import InitReport, Per, set_as_reached, standardizing
 from ..models.parametrized import originals
 from ..models.unwrapping import unwrap
 from .parametrization import has_unit_filters
 
-__all__ = ["DataInitReport", "data_init_", "standardizing"]
-
-Per = Literal["layer", "channel"]
-
-
-@dataclass(frozen=True)
-class DataInitReport:
-    """What `data_init_` saw on the way."""
-
-    order: tuple[str, ...]
-    """The layers in the order in which they were run and set."""
-    without_bias: tuple[str, ...]
-    """Layers that have no bias: their mean is what it is."""
-    constant: Mapping[str, int]
-    """Layer -> how many of its channels have outputs that do not vary; they keep their gain."""
-
-    def __str__(self) -> str:
-        lines = [f"set {len(self.order)} layers"]
-        lines += [f"  not centred, without a bias: {name or 'the model itself'}" for name in self.without_bias]
-        lines += [f"  {n} constant channels: {name or 'the model itself'}" for name, n in self.constant.items()]
-        return "\n".join(lines)
+__all__ = ["InitReport", "data_init_"]
 
 
 @torch.no_grad()
 def data_init_(
     model: nn.Module, inputs: Any, *, per: Per = "layer", centre: bool = True, modules: Iterable[str] = ()
-) -> DataInitReport:
+) -> InitReport:
     """Set the gains and biases of every layer with unit filters so that on `inputs` it puts out deviation 1, mean 0.
 
     With t what a layer puts out, gain ← gain / σ[t] and bias ← (bias - μ[t]) / σ[t], μ per channel. One forward pass
@@ -69,62 +49,16 @@ def data_init_(
         raise ValueError(f'per is "layer" or "channel", got {per!r}')
     refuse_shards(model, "data_init_", "call it before the model is sharded")
     model = unwrap(model)
-    settings = _settings(model, modules, per)
-    order: list[str] = []
-    constant: dict[str, int] = {}
-
-    def set_(setting: _Setting, output: Any) -> Tensor | None:
-        if setting.name in order:
-            return None
-        if not isinstance(output, Tensor):
-            raise TypeError(f"{setting.name} puts out a {type(output).__name__}; a layer with a gain puts out a tensor")
-        order.append(setting.name)
-        output, dead = _set_(setting, output, per, centre)
-        if dead:
-            constant[setting.name] = dead
-        return output
-
-    biases = [setting.bias for setting in settings if setting.bias is not None]
-    tensors = [*(setting.gain for setting in settings), *biases, *model.buffers()]
-    before = [(tensor, tensor.clone()) for tensor in tensors]
-    hooks = [
-        setting.layer.register_forward_hook(lambda _, __, output, setting=setting: set_(setting, output))
-        for setting in settings
-    ]
-    try:
-        call(model, inputs)
-        if missing := [setting.name for setting in settings if setting.name not in order]:
-            raise ValueError(
-                f"the inputs never ran through {missing}: keep them out of unit_filters_ with `keep`, or give inputs "
-                "that do"
-            )
-    except BaseException:
-        for tensor, value in before:
-            tensor.copy_(value)
-        raise
-    finally:
-        for hook in hooks:
-            hook.remove()
-    biasless = tuple(setting.name for setting in settings if setting.bias is None) if centre else ()
-    return DataInitReport(tuple(order), biasless, constant)
-
-
-def standardizing(output: Tensor, channel: int, per: Per = "layer") -> tuple[Tensor, Tensor, Tensor]:
-    """(μ, 1/σ, which channels vary) of an output whose channels lie in that axis; one number per channel each.
-
-    With `per="layer"` σ is one number for all, the root of their mean variance. Where nothing varies 1/σ is 1.
-
-    >>> mean, scale, varies = standardizing(conv(images), channel=1)
-    """
-    over = [axis for axis in range(output.ndim) if axis != channel]
-    exact = output.to(torch.promote_types(output.dtype, torch.float32))  # half precision is too coarse for statistics
-    variance, mean = torch.var_mean(exact, dim=over, correction=0)
-    # What is left of a constant after its mean is taken off is rounding, and must not be blown up to 1.
-    varies = variance.sqrt() > 10 * torch.finfo(output.dtype).eps * mean.abs()
-    if per == "layer":
-        variance = variance.mean().expand_as(variance)
-    scale = variance.clamp_min(torch.finfo(variance.dtype).tiny).rsqrt()
-    return mean, scale.where(varies.any() if per == "layer" else varies, 1.0), varies
+    settings = {setting.name: setting for setting in _settings(model, modules, per)}
+    biases = [setting.bias for setting in settings.values() if setting.bias is not None]
+    return set_as_reached(
+        model,
+        inputs,
+        {name: setting.layer for name, setting in settings.items()},
+        lambda name, output: _set_(settings[name], output, per, centre),
+        [*(setting.gain for setting in settings.values()), *biases],
+        [name for name, setting in settings.items() if centre and setting.bias is None],
+    )
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...criteria.norm import Side, Sum, powers_of
 from ..biases import Gains
 from .fused import FusedStep, TensorSet
+from .moves import Moves
 from .protocol import Problem
 from .structure import COLUMN, ROW, MatrixView, NetStructure, may_cancel, net_structure
 
@@ -132,7 +133,7 @@ class ForeachStep(FusedStep):
         self.s = torch.zeros(net.n + 1, dtype=dtype, device=self.device)
         self._weights: list[Tensor] = []
         self._parts: list[Scaled] = []
-        self._factor = torch.empty(0, dtype=dtype, device=self.device)  # memory for a piece of factors
+        self._moves = Moves(problem.dtype)
         kinds = (True, False) if problem.cycles > 1 else (True,)
         blocks = [list(self._blocks(net, views, first)) for first in kinds]
         self._first, self._later = _with_last(blocks[0]), _with_last(blocks[-1])
@@ -204,7 +205,7 @@ class ForeachStep(FusedStep):
 
     # -- new coordinates -----------------------------------------------------------------------------------------------
 
-    def move(self) -> None:
+    def begin_move(self) -> None:
         self.log_t += self.s[:-1]
         self.gains.measure_(self.log_t)
         total = self._log_factors(slice(None))
@@ -214,23 +215,24 @@ class ForeachStep(FusedStep):
             if gained and power < 0 and len(self._gain_of):
                 powered = powered.index_add(0, self._gained, -power * self.gains.change[self._gain_of].to(self.dtype))
             factors.append(powered.exp())
+        self._moves.clear()
         for part in self._parts:
             matrix, own = part.matrix, factors[part.channel]
-            by_row, by_column = own[matrix.rows, None], matrix.spread(own[matrix.columns])
+            by_row, by_column = own[matrix.rows, None], matrix.spread(own[matrix.columns])[None]
             for piece in matrix.pieces():
-                factor = self._outer(by_row[piece], by_column)
-                for tensor in part.multiplied:
-                    tensor[piece].mul_(factor)
-                for tensor in part.divided:
-                    tensor[piece].div_(factor)
-        self._weights, self._parts = [], []  # gradients may be freed now
+                self._moves.add_products(
+                    [tensor[piece] for tensor in part.multiplied],
+                    [tensor[piece] for tensor in part.divided],
+                    by_row[piece],
+                    by_column,
+                )
+        self._moves.reserve()
+        self._weights, self._parts = [], []  # gradients may be freed when all is done
 
-    def _outer(self, by_row: Tensor, by_column: Tensor) -> Tensor:
-        """Their product, in memory that is used again and stays in the cache."""
-        size = len(by_row) * len(by_column)
-        if len(self._factor) < size:
-            self._factor = self._factor.new_empty(size)
-        return torch.mul(by_row, by_column, out=self._factor[:size].view(len(by_row), -1))
+    def finish_move(self) -> BaseException | None:
+        raised = self._moves.make()
+        self._moves.clear()
+        return raised
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ if can_repeat:                                 # and nothing but values has chan
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 
 from ...balance import beyond_range
 from ...criteria.criterion import Counts
+from ...models.sharding import local
 from ...symmetry import ScaledParameter, Symmetry
 from ..biases import Gains, SafeBiases
+from ..optimizer_state import needs_functions
 
 __all__ = ["Problem", "Step", "TrainingState"]
 
@@ -60,11 +62,21 @@ class TrainingState:
     gradients: bool  # whether `.grad` moves along
     biases: SafeBiases
 
+    def by_functions(self) -> Iterator[Tensor]:
+        """The state of parameters of which some is carried by a function, which may write to all of it."""
+        for tensor in self.weights.values():
+            for optimizer in self.optimizers:
+                if needs_functions(optimizer, tensor):
+                    held = optimizer.state[tensor].values()
+                    yield from (local(value) for value in held if isinstance(value, Tensor))
+
 
 class Step(ABC):
     """One way to take ENorm cycles and to move all of a `TrainingState` to the new coordinates.
 
     It writes `log_t`, the log-scales since the start of training, and the gains of safe biases, in place.
+
+    All or nothing: whatever may fail, and all memory that is asked for, comes before the first weight is written.
     """
 
     name: ClassVar[str]
@@ -85,6 +97,10 @@ class Step(ABC):
     def repeat(self, state: TrainingState) -> None:
         """The step before once more, on the same tensors."""
         self.step(state)
+
+    def own_tensors(self) -> list[Tensor]:
+        """What it writes besides a `TrainingState`."""
+        return [self.log_t, self.gains.t, self.gains.change]
 
     def terms(self, name: str) -> ScaledParameter:
         """A parameter's terms, on the device of the scales."""

@@ -3,9 +3,10 @@
     equinorm bench checkpoint               a made-up Llama of 8.6 GB in bfloat16, shards of at most 1 GB (needs 27 GB)
 
 The weights are random, every row and column of them times exp(N(0, 1/2)), so that there is something to balance. The
-copy is of the same files to the same disk, flushed. Memory is the highest resident set of the process that balances,
-mapped files included. What it may take is stated before: two shards, the solver's sums for the largest part of the
-network, and the program itself, which is what the process had taken when it had traced the model and read no weight.
+copy is of the same files to the same disk, flushed; others may use the machine meanwhile, so it is made before and
+after, and the mean counts. Memory is the highest resident set of the process that balances, mapped files included. What
+it may take is stated before: two shards, the solver's sums for the largest part of the network, and the program itself,
+which is what the process had taken when it had traced the model and read no weight.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -46,14 +47,20 @@ class Cost:
     solver_bytes: int  # stated before
     program_bytes: int
     peak_bytes: int
-    copy_seconds: float
+    copies: tuple[float, float]  # seconds of a copy, before and after
     seconds: float
+    processor_seconds: float  # that the process had a core, of all its threads
     passes: float  # of the solver over the weights
     scales: int
     imbalance: float
     change: float  # of the outputs on a few layers, relatively
     norm_before: float
     norm_after: float
+    load: tuple[float, float]  # processes that wanted a core, over the minute before and after
+
+    @property
+    def copy_seconds(self) -> float:
+        return sum(self.copies) / len(self.copies)
 
     @property
     def allowed_bytes(self) -> int:
@@ -74,15 +81,16 @@ def measure(quick: bool = False) -> Cost:
         size = sum(file.stat().st_size for file in files)
         if shutil.disk_usage(folder).free < 2.1 * size:
             raise UserError(f"{folder} has no room for two copies of {size / 1e9:.1f} GB: set TMPDIR to another place")
-        copied = _copy(files, folder / "copy")
-        shutil.rmtree(folder / "copy")
-        seconds, peak, said = _balance(folder / "llama", folder / "balanced")
+        before, load_before = _copy(files, folder / "copy"), os.getloadavg()[0]
+        spent, said = _balance(folder / "llama", folder / "balanced")
+        after, load_after = _copy(files, folder / "copy"), os.getloadavg()[0]
     return Cost(
         name="tiny" if quick else NAMES[0], numbers=numbers, bytes=size, files=len(files),
         largest_shard=said["largest_shard"], solver_bytes=said["solver_bytes"], program_bytes=said["program_bytes"],
-        peak_bytes=peak, copy_seconds=copied, seconds=seconds, passes=said["passes"], scales=said["num_scales"],
+        peak_bytes=spent.bytes, copies=(before, after), seconds=spent.seconds,
+        processor_seconds=spent.processor_seconds, passes=said["passes"], scales=said["num_scales"],
         imbalance=said["imbalance"], change=said["verified"]["change"], norm_before=said["norm_before"],
-        norm_after=said["norm_after"],
+        norm_after=said["norm_after"], load=(load_before, load_after),
     )  # fmt: skip
 
 
@@ -121,16 +129,25 @@ def _values(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(files: list[Path], into: Path) -> float:
+    """Seconds that a copy takes; it is thrown away."""
     begun = time.monotonic()
     into.mkdir()
     for file in files:
         shutil.copyfile(file, into / file.name)
         to_disk(into / file.name)
-    return time.monotonic() - begun
+    seconds = time.monotonic() - begun
+    shutil.rmtree(into)
+    return seconds
 
 
-def _balance(folder: Path, output: Path) -> tuple[float, int, dict[str, Any]]:
-    """Seconds, the highest resident set, and what the command said."""
+class Spent(NamedTuple):
+    seconds: float
+    processor_seconds: float
+    bytes: int  # the highest resident set
+
+
+def _balance(folder: Path, output: Path) -> tuple[Spent, dict[str, Any]]:
+    """What the command took, and what it said."""
     command = [sys.executable, "-m", "equinorm.cli", "balance", f"hf:{folder}", "--output", str(output), "--json"]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": path}
@@ -144,7 +161,8 @@ def _balance(folder: Path, output: Path) -> tuple[float, int, dict[str, Any]]:
         err.seek(0)
         if process.returncode:
             raise UserError(f"balance ended with {process.returncode}: {err.read().strip()[-500:]}")
-        return seconds, usage.ru_maxrss * 1024, json.loads(out.read())
+        spent = Spent(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+        return spent, json.loads(out.read())
 
 
 def table_of(costs: list[Cost]) -> Table:
@@ -178,10 +196,12 @@ _ROWS = [
     ("memory allowed: two shards and these", lambda x: _gb(x.allowed_bytes)),
     ("memory taken at most", lambda x: _gb(x.peak_bytes)),
     ("memory", lambda x: _verdict(x, x.peak_bytes <= x.allowed_bytes)),
-    ("a copy", lambda x: f"{x.copy_seconds:.1f} s"),
+    ("a copy, before and after", lambda x: " and ".join(f"{one:.1f} s" for one in x.copies)),
+    ("processes at work then, of others too", lambda x: " and ".join(f"{one:.1f}" for one in x.load)),
     ("passes of the solver over the weights", lambda x: f"{x.passes:.1f}"),
     ("time allowed: 3 + passes copies", lambda x: f"{x.allowed_seconds:.1f} s"),
     ("time taken", lambda x: f"{x.seconds:.1f} s, {x.seconds / x.copy_seconds:.1f} copies"),
+    ("processor time, of all threads", lambda x: f"{x.processor_seconds:.1f} s"),
     ("time", lambda x: _verdict(x, x.seconds <= x.allowed_seconds)),
     ("norm", lambda x: f"{x.norm_before:.6g} -> {x.norm_after:.6g}"),
     ("largest imbalance", lambda x: f"{x.imbalance:.1e}"),

@@ -10,6 +10,8 @@ with a plus between: "weightnorm+batchnorm". Where each acts:
   standardization, which goes with a norm of activations, on all but the classifier.
 - "msr" is on every spatial kernel but the first; the trainer attaches `MeanShiftRejection` to the optimizer.
 
+- "tlu" beside a method puts thresholded linear units in the place of ReLUs: "msr+tlu".
+
 Biases: a norm of activations brings its own offset, so layers before it have none; nor have the layers of a net without
 norm, as in the published code of stock2019 and in repro2019, or those of "msr" (ruff2020, section 6). The other methods
 on weights have one. `bias=True` or `False` overrules that for all layers but the classifier.
@@ -23,6 +25,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ...models.replacing import Place, Roles
+from ...norms import TLU
 from ...registry import Method, find_method, methods, put_on_
 from .chain import Chain, named
 from .fused import Conv2d
@@ -32,6 +35,8 @@ __all__ = ["Layers", "norm_names"]
 Role = Literal["rectified", "linear", "branch end"]
 """What follows a layer: a ReLU, nothing, or the sum of a residual block. Scaled weight norm asks for it."""
 
+TLUS = "tlu"
+"""A part of `norm` that puts thresholded linear units in the place of ReLUs: "msr+tlu" (ruff2020, future work)."""
 ALIASES = {"weightnorm_mean_only": "weightnorm+mean_only_batchnorm", "filter_response": "frn"}
 
 
@@ -63,7 +68,8 @@ class Layers:
         bias: bool | None = None,
         final_norm: str | None = None,
     ) -> None:
-        self.weight, self.activation = _parse(norm)
+        self.thresholds = TLUS in norm.split("+")
+        self.weight, self.activation = _parse("+".join(part for part in norm.split("+") if part != TLUS))
         self.options = dict(options or {})
         known = {name for method in (self.weight, self.activation) if method for name in method.options}
         if unknown := set(self.options) - known:
@@ -102,6 +108,8 @@ class Layers:
 
     def relu(self, channels: int, slope: float = 0.0) -> nn.Module:
         """The activation function: ReLU, or leaky, or what the normalization has in its place."""
+        if self.thresholds:
+            return TLU(channels)
         for method in (self.activation, self.weight):
             if method is None or method.relu is None:
                 continue

@@ -40,7 +40,7 @@ from ...errors import UserError
 from ...files import to_disk
 from .runs import Run
 
-__all__ = ["PATIENCE", "Computed", "DamagedError", "Lock", "Merged", "Record", "Scan", "Store"]
+__all__ = ["PATIENCE", "Computed", "DamagedError", "Lock", "Merged", "Record", "Scan", "Store", "dumps", "unpacked"]
 
 PATIENCE = 120.0  # seconds without a heartbeat after which another machine's lock counts as abandoned
 _BEATS = 8  # heartbeats in that time
@@ -194,8 +194,11 @@ class Store:
     def merge(self, other: str | Path) -> Merged:
         """Take over the runs and computed results that another machine brought back; what is here already stays.
 
-        Files that are torn or not understood are refused and named in the result.
+        `other` is a folder, or a file of many records one after the other (`pack`). Files that are torn or not
+        understood are refused and named in the result.
         """
+        if Path(other).is_file():
+            return self._merge_pack(Path(other))
         source = Store(other)
         if not source._runs.is_dir() and not source._computed.is_dir():
             raise UserError(f"{other} holds no runs: expected a folder with {source._runs.name}/ in it")
@@ -222,6 +225,22 @@ class Store:
                     continue
                 self.write_computed(name, data, toy, about)
                 added.append(path.stem)
+        return Merged(tuple(added), tuple(present), damaged)
+
+    def _merge_pack(self, pack: Path) -> Merged:
+        added: list[str] = []
+        present: list[str] = []
+        damaged: dict[Path, str] = {}
+        for number, text in enumerate(unpacked(pack.read_text(encoding="utf-8"))):
+            try:
+                record = parse(text, pack)
+            except DamagedError as error:
+                damaged[Path(f"{pack}#{number}")] = str(error)
+                continue
+            here = self.path(record.run)
+            (added if here is None else present).append(record.run.key)
+            if here is None:
+                self.write(record)
         return Merged(tuple(added), tuple(present), damaged)
 
     def _put(self, path: Path, text: str, over: bool = False) -> bool:
@@ -366,6 +385,18 @@ def dumps(record: Record) -> str:
     header = {"run": record.run.to_dict(), "about": record.about}
     last = {"status": record.status, "epochs": len(record.epochs), "final": record.final}
     return "".join(_json(line) + "\n" for line in (header, *record.epochs, last))
+
+
+def unpacked(text: str) -> Iterator[str]:
+    """The texts of the records in a file of many: each begins with a line that says what was run."""
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if line.startswith('{"run":') and lines:
+            yield "".join(lines)
+            lines = []
+        lines.append(line)
+    if lines:
+        yield "".join(lines)
 
 
 def read(path: Path) -> Record:
