@@ -194,12 +194,13 @@ def _about_signals(f: Findings) -> list[Advice]:
     if growth is not None and not 0.5 < growth < 2.0:
         verb = "grow" if growth > 1 else "shrink"
         rate, layers = max(growth, 1 / growth), len(rms)
-        deep = rate**layers > _BEARABLE
+        overall = rate ** (layers - 1)
+        deep = overall > _BEARABLE
         found.append(
             Advice(
                 deep,
-                f"Activations {verb} by a factor of {rate:.1f} per layer on average, by {_round(rate**layers)} over the "
-                f"{layers} layers.",
+                f"Activations {verb} by a factor of {rate:.1f} per layer on average, over {layers} layers by "
+                f"{_round(overall)}.",
                 "Such a network cannot be trained as it is. "
                 "Start it from data: equinorm.weight_norm_(model), then equinorm.data_dependent_init_(model, x)."
                 if deep
@@ -427,7 +428,7 @@ def _cards(f: Findings) -> str:
         factor = math.exp(float(f.imbalance.overall))
         numbers += [
             (f"{_round(factor) if factor >= 10 else f'{factor:.1f}'} : 1", "largest imbalance"),
-            (f"−{100 * (1 - (f.report.norm_after / f.report.norm_before) ** 2):.0f} %", "squared norm by balancing"),
+            (f"-{100 * (1 - (f.report.norm_after / f.report.norm_before) ** 2):.0f} %", "squared norm by balancing"),
         ]
     if f.dead.names and f.samples >= _ENOUGH:
         numbers.append((f"{100 * float(f.dead.total):.1f} %", "of units dead"))
