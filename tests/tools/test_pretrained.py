@@ -329,8 +329,8 @@ def test_outputs_that_change_are_not_written(
     saved("llama")
     whole = pretrained.rescaled
 
-    def wrong(tensor: Tensor, factor: Tensor, norms: Any = None) -> Tensor:
-        return whole(tensor, factor * (1.5 if factor.ndim == 2 else 1.0), norms)
+    def wrong(tensor: Tensor, factor: Tensor, *rest: Any) -> Tensor:
+        return whole(tensor, factor * (1.5 if factor.ndim == 2 else 1.0), *rest)
 
     monkeypatch.setattr(pretrained, "rescaled", wrong)
     code, _, error = run(capsys, "hf:old", "--output", "new")
