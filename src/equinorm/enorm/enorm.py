@@ -308,7 +308,7 @@ class ENorm:
     def _refuse_a_second(self) -> None:
         """Two of them would move the same weights twice, and each count half of it."""
         own, names = {id(each) for each in self.optimizers}, {id(q): name for name, q in self.weights().items()}
-        inside = [each.enorm for each in self.optimizers if isinstance(getattr(each, "enorm", None), ENorm)]
+        inside = [found for each in self.optimizers if isinstance(found := getattr(each, "enorm", None), ENorm)]
         for other in (*_ATTACHED, *inside):
             if other is self or not (own & {id(each) for each in other.optimizers}):
                 continue
