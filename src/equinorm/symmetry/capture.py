@@ -84,8 +84,8 @@ def _refuse_batched(module: fx.GraphModule, model: nn.Module) -> None:
         for leaf in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
                 raise TraceError(
-                    f"could not capture {type(model).__name__}: its forward uses torch.func ({node.target}) in a way that "
-                    "torch.export does not follow. Write what it maps over as a batch"
+                    f"could not capture {type(model).__name__}: its forward uses torch.func ({node.target}) in a way "
+                    "that torch.export does not follow. Write what it maps over as a batch"
                 )
 
 
