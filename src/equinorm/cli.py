@@ -870,6 +870,8 @@ def _list_artifacts(results: Path, toy: bool) -> None:
 
 
 def _results(folder: Path | None, toy: bool) -> Path:
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise _user_error(f"--results {folder} is a file: give the name of a folder")
     return folder or Path("results-toy" if toy else "results")
 
 

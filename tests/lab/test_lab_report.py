@@ -811,7 +811,7 @@ def test_the_page(written: report.WrittenReport) -> None:
 def test_scripts_that_cannot_be_looked_up_are_named(command: str, said: str) -> None:
     record = replace(record_of(run_of("BN", 5), 60.0), about={**ABOUT, "command": command})
     artifact = Artifact("fake/one", "One", "", "", (Cell("BN", "5", (record.run,)),))
-    assert wording.provenance(evaluate(artifact, [record])).scripts == said
+    assert wording.provenance(evaluate(artifact, {record.run.key: record})).scripts == said
 
 
 def test_panels_share_an_axis_unless_it_hides_what_they_show() -> None:

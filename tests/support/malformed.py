@@ -138,7 +138,7 @@ reproduce repro2019/figure2 --results FOLDER/text.txt --toy | campaign --item no
 campaign --minutes -5 | campaign --sitting nan | campaign --sitting -3 | campaign --side-by-side -1
 campaign --side-by-side 0 | campaign --results FOLDER/text.txt --list | campaign --device none --item none
 report no/such | report --results FOLDER/none | report --results FOLDER/text.txt | report --no-such | bench no_such
-bench | no_such_command | --no-such-option | "" | trace "" {INPUT} | merge
+no_such_command | --no-such-option | "" | trace "" {INPUT} | merge
 merge FOLDER/none | merge FOLDER/text.txt | record | record no_such | record --seed x | check | check FOLDER/none
 """
 

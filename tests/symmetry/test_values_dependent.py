@@ -339,3 +339,10 @@ def test_what_cannot_be_captured_names_its_line(name: str) -> None:
     line = next(n for n in range(code.co_firstlineno, len(text)) if text[n - 1].endswith("# here"))
     with pytest.raises(equinorm.TraceError, match=rf"symmetry/test_values_dependent\.py:{line}: "):
         equinorm.trace(model, x)
+
+
+def test_what_vmap_leaves_in_the_graph_is_refused() -> None:
+    """Its tensors show one example and stand for many: looking where they lie ended with NotImplementedError."""
+    model, x = layers(lambda m, x: m.c(torch.func.vmap(lambda row: row * (row > 0.5).sum())(m.a(x).relu())))
+    with pytest.raises(equinorm.TraceError, match=r"torch\.func .* Write what it maps over as a batch"):
+        equinorm.trace(model, x)

@@ -71,10 +71,22 @@ def capture(model: nn.Module, example_inputs: Any, keep: Iterable[str] = ()) -> 
     parameters = describe_parameters(model, keep)
     args, kwargs = example_arguments(model, example_inputs)
     exported, call_sites = export(model, args, kwargs)
+    _refuse_batched(exported.graph_module, model)
     if _must_functionalise(exported.graph_module, writable=set(exported.graph_signature.inputs_to_buffers)):
         exported = _functional(exported)
     settle(exported.graph_module)
     return _described(model, exported, parameters, call_sites)
+
+
+def _refuse_batched(module: fx.GraphModule, model: nn.Module) -> None:
+    """`torch.func.vmap` may leave tensors in the graph that show one example and stand for many."""
+    for node in module.graph.nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+                raise TraceError(
+                    f"could not capture {type(model).__name__}: its forward uses torch.func ({node.target}) in a way "
+                    "that torch.export does not follow. Write what it maps over as a batch"
+                )
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

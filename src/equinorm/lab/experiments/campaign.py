@@ -27,6 +27,7 @@ import torch
 
 from ...errors import UserError, counted, meant
 from ...files import write_text
+from ..training.launchers import check_limits
 from ..training.runs import Run
 from ..training.store import Record, Store
 from ..training.trainer import Outcome, chosen_device, in_words, load_checkpoint, train_all
@@ -526,6 +527,7 @@ def work(
     After `minutes` what is in progress is saved, and the same command goes on with it. `sitting`: minutes until this
     disk is lost, where that is later; only what fits into them is begun. `train` does the work, as `train_all` does.
     """
+    check_limits(side_by_side, minutes, sitting)
     start = time.monotonic()
     where = chosen_device(device)
     hardware = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"

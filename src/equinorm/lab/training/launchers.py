@@ -25,7 +25,7 @@ from .runs import Run
 from .store import Record, Store, dumps, parse
 from .trainer import Outcome, train_all
 
-__all__ = ["LAUNCHERS", "Launcher", "Options", "launch"]
+__all__ = ["LAUNCHERS", "Launcher", "Options", "check_limits", "launch"]
 
 Launcher = Literal["local", "ray", "slurm"]
 
@@ -44,9 +44,24 @@ class Options:
     partition: str | None = None  # of Slurm
     cluster: str | None = None  # submitit's executor; None: Slurm
 
+    def __post_init__(self) -> None:
+        check_limits(self.side_by_side, self.minutes)
+
     def training(self) -> dict[str, Any]:
         names = ("data_dir", "device", "side_by_side", "minutes", "checkpoint_seconds")
         return {name: getattr(self, name) for name in names}
+
+
+def check_limits(side_by_side: int | None, minutes: float | None, sitting: float | None = None) -> None:
+    """Refuse numbers that no run could be done with.
+
+    >>> check_limits(side_by_side=8, minutes=30.0)
+    """
+    if side_by_side is not None and side_by_side < 1:
+        raise UserError(f"--side-by-side must be at least 1, got {side_by_side}")
+    for name, value in (("--minutes", minutes), ("--sitting", sitting)):
+        if value is not None and not value >= 0:
+            raise UserError(f"{name} must be a number of minutes, 0 or more, got {value}")
 
 
 def launch(

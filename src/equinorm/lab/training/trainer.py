@@ -124,6 +124,8 @@ def chosen_device(name: torch.device | str | None) -> torch.device:
     """The device of this name; of none, a GPU if there is one."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "meta":
+            raise RuntimeError("it has no memory")
     except RuntimeError as error:
         raise UserError(f"there is no device {name!r}: say cpu, or cuda, or cuda:1 for the second GPU") from error
     gpus = torch.cuda.device_count()
