@@ -401,11 +401,32 @@ def parts(symmetry: Symmetry) -> list[Part]:
     return [Part(symmetry, whole[root], members[root]) for root in sorted(members)]
 
 
+class Factors(Mapping[str, Tensor]):
+    """The factors on parameters, each made when it is asked for: together they are four times as large as weights in
+    half precision."""
+
+    def __init__(self, bound: Bound, symmetry: Symmetry, log_scales: Tensor) -> None:
+        self._terms = {bound.canonical(w.name): w for w in symmetry.moving}
+        self._padded = torch.cat([log_scales, log_scales.new_zeros(1)])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._terms[name].factor(self._padded)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._terms
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What is going to be written: factors on parameters, and entries of the config."""
 
-    factors: dict[str, Tensor]  # by the first name of the parameter
+    factors: Mapping[str, Tensor]  # by the first name of the parameter
     counts: set[str]  # parameters that count in the norm
     p: float
     config: dict[str, Any] = field(default_factory=dict)
@@ -458,7 +479,7 @@ def balanced(
             passes, size = passes + found.passes * numbers, size + numbers
             part.tensors = {}
     return Plan(
-        factors={bound.canonical(name): factor for name, factor in symmetry.factors(log_scales).items()},
+        factors=Factors(bound, symmetry, log_scales),
         counts={bound.canonical(w.name) for w in symmetry.parameters if counts(w)},
         p=p, imbalance=imbalance, iterations=iterations, converged=converged, num_scales=symmetry.num_scales, held=held,
         held_in=tuple(held_in), passes=passes / max(size, 1), value_before=before, value_after=after,
