@@ -41,8 +41,8 @@ def page_at(path: Path) -> Page:
 def faults_of(path: Path) -> list[str]:
     """What is wrong with the links of one page."""
     page = page_at(path)
-    outside = (t for t in page.loaded if urlsplit(t).scheme in ("http", "https") or t.startswith("//"))
-    faults = [f"loads {target} from the network" for target in outside]
+    remote = (target for target in page.loaded if urlsplit(target).netloc)
+    faults = [f"loads {target} from the network" for target in remote]
     for target in (*page.links, *page.loaded):
         parts = urlsplit(target)
         if parts.scheme or parts.netloc:

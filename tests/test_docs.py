@@ -64,6 +64,15 @@ def test_tutorial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             exec(compile(cell, f"{name}.md, cell {number + 1}", "exec"), module.__dict__)
 
 
+def test_the_readme_is_short() -> None:
+    """A stranger reads 150 lines; blocks that are to be copied have eight at most."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 900
+    for code in BLOCK.findall(text):
+        assert len([line for line in code[0].splitlines() if line]) <= 8
+
+
 def test_there_are_snippets() -> None:
     assert len(blocks()) >= 8
 

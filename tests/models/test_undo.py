@@ -141,7 +141,7 @@ def test_copies_are_all_made(n: int, interrupt: bool) -> None:
 
 def test_faults_in_random_nets_change_nothing() -> None:
     """A few of what `python -m support.faults` does; seed 1 has a fault while the step of a safe bias is shortened."""
-    ends, faults = run(range(1, 3))
+    _, ends, faults = run(range(1, 3))
     assert not faults
     assert ends["ENorm.step, foreach", "complete"] + ends["ENorm.step, plain", "complete"] >= 2
 
@@ -149,4 +149,4 @@ def test_faults_in_random_nets_change_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(4))
 def test_faults_in_five_hundred_random_nets_change_nothing(shard: int) -> None:
-    assert not run(range(1000 + shard, 1500, 4))[1]
+    assert not run(range(1000 + shard, 1500, 4))[2]

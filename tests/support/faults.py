@@ -4,12 +4,13 @@ Random nets go through every function that works in place, and at one of its wri
 raised, or Ctrl-C arrives. Afterwards the net is the one of before to the last bit, or the one that the function would
 have made.
 
-PYTHONPATH=src:tests python -m support.faults 0 500 results/faults.txt
+PYTHONPATH=src:tests python -m support.faults 1000 1500 results/faults.txt [MINUTES]
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
 import signal
@@ -179,6 +180,7 @@ def judge(seed: int, name: str, model: nn.Module, x: Tensor, symmetry: equinorm.
         return "wrote nothing"
     work, interrupt = twins[1], rng.random() < 0.5
     before = _copied(work.everything())
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     try:
         with warnings.catch_warnings(), Faulty(work.tensors(), rng.randint(1, count.writes), interrupt):
             warnings.simplefilter("ignore")
@@ -186,6 +188,8 @@ def judge(seed: int, name: str, model: nn.Module, x: Tensor, symmetry: equinorm.
         return "the fault was not heard"
     except (FaultError, KeyboardInterrupt):
         pass
+    finally:
+        signal.signal(signal.SIGINT, heard)
     if _same(work.everything(), before):
         return "as before"
     # rounding may differ where a thread's share of a sum does
@@ -203,19 +207,22 @@ def judge(seed: int, name: str, model: nn.Module, x: Tensor, symmetry: equinorm.
     return "HALF DONE"
 
 
-def run(seeds: Iterable[int], names: Iterable[str] = tuple(WORKS)) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """How all ended, and those that are faults."""
+def run(seeds: Iterable[int], minutes: float = math.inf) -> tuple[int, Counter[tuple[str, str]], list[str]]:
+    """How many nets were tried in the time, how all ended, and those that are faults."""
     ends: Counter[tuple[str, str]] = Counter()
-    faults = []
+    faults, count, end_of_time = [], 0, time.monotonic() + 60 * minutes
     for seed in seeds:
+        if time.monotonic() > end_of_time:
+            break
+        count += 1
         model, x = random_net(seed), example_input(seed).double()
         symmetry = equinorm.trace(model, x, verify=False)
-        for name in names:
+        for name in WORKS:
             end = "nothing is free in this net" if not symmetry.num_scales else judge(seed, name, model, x, symmetry)
             ends[name, end] += 1
             if end in ("HALF DONE", "the fault was not heard"):
                 faults.append(f"seed {seed}, {name}: {end}")
-    return ends, faults
+    return count, ends, faults
 
 
 def report(count: int, ends: Counter[tuple[str, str]], faults: list[str]) -> str:
@@ -228,11 +235,11 @@ def report(count: int, ends: Counter[tuple[str, str]], faults: list[str]) -> str
 if __name__ == "__main__":
     first, last, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     start = time.monotonic()
-    ends, faults = run(range(first, last))
+    count, ends, faults = run(range(first, last), float(sys.argv[4]) if sys.argv[4:] else math.inf)
     commit = os.popen("git rev-parse --short=12 HEAD").read()
-    head = f"command: python -m support.faults {first} {last} {out}\ncommit: {commit}"
+    head = f"command: python -m support.faults {' '.join(sys.argv[1:])}\ncommit: {commit}"
     head += f"versions: torch {torch.__version__}, python {sys.version.split()[0]}\n"
-    text = f"{head}seconds: {time.monotonic() - start:.0f}\n\n{report(last - first, ends, faults)}"
+    text = f"{head}seconds: {time.monotonic() - start:.0f}\n\n{report(count, ends, faults)}"
     out.write_text(text)
     print(text)
     sys.exit(bool(faults))

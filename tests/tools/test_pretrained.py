@@ -34,7 +34,7 @@ from equinorm.criteria.exponentials import Exponentials, Quadratic
 from equinorm.errors import UserError
 from equinorm.tools import pretrained, sources
 from equinorm.tools.epsilon import entries_of
-from equinorm.tools.pretrained import Bound, Check, Plan, Pretrained, balanced, parts, write
+from equinorm.tools.pretrained import Bound, Check, Plan, Pretrained, balanced, factors_when_due, parts, write
 
 transformers = pytest.importorskip("transformers")
 
@@ -223,7 +223,7 @@ def absorbed(name: str) -> tuple[Bound, equinorm.Symmetry, Tensor]:
 
 def test_the_config_gets_the_epsilon_that_follows_the_weights() -> None:
     bound, symmetry, move = absorbed("llama")
-    factors = symmetry.factors(2.0 * move)
+    factors = factors_when_due(symmetry, 2.0 * move)
     plan = Plan(factors, set(), 2.0, entries_of(symmetry, 2.0 * move, bound.config))
     assert plan.config == {"rms_norm_eps": pytest.approx(0.1 * math.exp(4.0))}
     write(bound, plan, Path("new"), lambda old, new: Check())
@@ -329,8 +329,8 @@ def test_outputs_that_change_are_not_written(
     saved("llama")
     whole = pretrained.rescaled
 
-    def wrong(tensor: Tensor, factor: Tensor, norms: Any = None) -> Tensor:
-        return whole(tensor, factor * (1.5 if factor.ndim == 2 else 1.0), norms)
+    def wrong(tensor: Tensor, factor: Tensor, *rest: Any) -> Tensor:
+        return whole(tensor, factor * (1.5 if factor.ndim == 2 else 1.0), *rest)
 
     monkeypatch.setattr(pretrained, "rescaled", wrong)
     code, _, error = run(capsys, "hf:old", "--output", "new")
@@ -540,7 +540,7 @@ def test_factors_are_made_one_at_a_time() -> None:
     _, plan = prepared()
     alive: list[weakref.ref[Tensor]] = []
     for name in plan.factors:
-        factor = plan.factors[name]
+        factor = plan.factors[name]()
         alive.append(weakref.ref(factor))
         del factor
         assert alive[-1]() is None

@@ -115,7 +115,7 @@ class FusedStep(Step):
         return self.memory.fits(weights)
 
     def repeat(self, state: TrainingState) -> None:
-        self.sweep(self.problem.cycles)
+        self.hold_small_(self.sweep(self.problem.cycles))
         raised = self.move()
         torch.autograd.graph.increment_version([*state.weights.values()])
         if raised is not None:
@@ -133,6 +133,7 @@ class FusedStep(Step):
         gradients = [TensorSet(fitting(q.grad for q in weights), -1.0)] if state.gradients else []
         self.bind([TensorSet(weights, 1.0), *(x for sets in carried for x in sets.values()), *twins, *gradients])
         s = self.sweep(self.problem.cycles)[:-1]
+        self.hold_small_(s)
         if (representable := self.representable(s, state.weights)) is not s:
             s.copy_(representable)
         left: dict[str, list[_Left]] = {}  # what the kernels do not reach

@@ -10,7 +10,7 @@ raised = moves.make()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -26,15 +26,22 @@ PIECE = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Tensors of one shape that a factor multiplies; it is made of its parts, which broadcast together, when it is due.
+    """Tensors of one shape that a factor multiplies, and others that it divides.
+
+    It is made of its parts, which broadcast together, when it is due.
 
     Factors of one part are there already.
     """
 
-    tensors: Sequence[Tensor]
+    multiplied: Sequence[Tensor]
+    divided: Sequence[Tensor]
     parts: Sequence[Tensor]
     shape: torch.Size  # of the factor
     are_logs: bool  # the factor is the exponential of the sum of the parts, else their product
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.multiplied, *self.divided]
 
     def factor(self, scratch: Tensor | None) -> Tensor:
         """The factor, in memory that is there already."""
@@ -66,19 +73,23 @@ class Moves:
             total = logs[0]
             for log in logs[1:]:
                 total = total + log
-            self._moves.append(Move([tensor], [total.exp()], shape, are_logs=True))
+            self._moves.append(Move([tensor], [], [total.exp()], shape, are_logs=True))
             return
         rows = max(PIECE // max(prod(shape[1:]), 1), 1)
         for start in range(0, shape[0], rows):
             piece = slice(start, start + rows)
             parts = [log if log.shape[0] == 1 else log[piece] for log in logs]
             into = tensor if tensor.shape[0] == 1 else tensor[piece]
-            self._moves.append(Move([into], parts, torch.broadcast_shapes(*(x.shape for x in parts)), are_logs=True))
+            self._moves.append(
+                Move([into], [], parts, torch.broadcast_shapes(*(x.shape for x in parts)), are_logs=True)
+            )
 
-    def add_products(self, tensors: Sequence[Tensor], first: Tensor, second: Tensor) -> None:
-        """Multiply tensors by the product of two factors."""
+    def add_products(
+        self, multiplied: Sequence[Tensor], divided: Sequence[Tensor], first: Tensor, second: Tensor
+    ) -> None:
+        """Multiply tensors by the product of two factors, and divide others by it."""
         shape = torch.broadcast_shapes(first.shape, second.shape)
-        self._moves.append(Move(tensors, [first, second], shape, are_logs=False))
+        self._moves.append(Move(multiplied, divided, [first, second], shape, are_logs=False))
 
     def reserve(self) -> None:
         """Take the memory in which factors are made."""
@@ -87,7 +98,13 @@ class Moves:
             if len(move.parts) > 1:
                 device = move.tensors[0].device
                 largest[device] = max(largest.get(device, 0), prod(move.shape))
-        self._scratch = {device: torch.empty(n, dtype=self.dtype, device=device) for device, n in largest.items()}
+        for device, size in largest.items():
+            if device not in self._scratch or len(self._scratch[device]) < size:
+                self._scratch[device] = torch.empty(size, dtype=self.dtype, device=device)
+
+    def clear(self) -> None:
+        """Forget them; the memory in which factors are made is kept, and stays in the cache."""
+        self._moves = []
 
     def make(self) -> BaseException | None:
         """Make all products; what is raised meanwhile is returned, to be raised when everything is done.
@@ -105,21 +122,30 @@ class Moves:
                     try:
                         self._make(move, begun)
                     except BaseException:
-                        self._take_back(self._moves[:number], move.tensors[: begun.done()])
+                        self._take_back(self._moves[:number], move, begun.done())
                         raise
         return raised
 
     def _make(self, move: Move, begun: _Begun) -> None:
-        factor = move.factor(self._scratch.get(move.tensors[0].device))
-        for number in range(begun.done(), len(move.tensors)):
-            begun.at(number, move.tensors[number])
-            move.tensors[number].mul_(factor)
-        begun.number, begun.tensor = len(move.tensors), None
+        tensors = move.tensors
+        factor = move.factor(self._scratch.get(tensors[0].device))
+        for number in range(begun.done(), len(tensors)):
+            begun.at(number, tensors[number])
+            if number < len(move.multiplied):
+                tensors[number].mul_(factor)
+            else:
+                tensors[number].div_(factor)
+        begun.number, begun.tensor = len(tensors), None
 
-    def _take_back(self, moves: Sequence[Move], others: Sequence[Tensor]) -> None:
-        for move in (*moves, replace(self._moves[len(moves)], tensors=others)):
-            for tensor in move.tensors:
-                tensor.div_(move.factor(self._scratch.get(tensor.device)))
+    def _take_back(self, moves: Sequence[Move], last: Move, written: int) -> None:
+        """Undo moves, and the last one as far as it came."""
+        for move, count in (*((move, len(move.tensors)) for move in moves), (last, written)):
+            for number, tensor in enumerate(move.tensors[:count]):
+                factor = move.factor(self._scratch.get(tensor.device))
+                if number < len(move.multiplied):
+                    tensor.div_(factor)
+                else:
+                    tensor.mul_(factor)
 
 
 def powers(logs: Sequence[Tensor], power: float, log_gain: Tensor | None = None) -> list[Tensor]:

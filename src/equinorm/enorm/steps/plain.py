@@ -72,6 +72,7 @@ class PlainStep(Step):
         s = torch.zeros_like(self.log_t, dtype=self.objective.dtype)
         for _ in range(self.problem.cycles):
             s = self._cycle.run(s)
+        self.hold_small_(s)
         return s
 
     def imbalance(self, state: TrainingState) -> float:

@@ -85,6 +85,7 @@ class Step(ABC):
     def __init__(self, problem: Problem, log_t: Tensor, gains: Gains) -> None:
         self.problem, self.log_t, self.gains = problem, log_t, gains
         self._terms_here: dict[str, ScaledParameter] = {}
+        self._least = _least_moves(problem, log_t)
 
     def fits(self, weights: Iterable[Tensor]) -> bool:
         """Whether the weights are where this was prepared for, and as they were in memory."""
@@ -108,6 +109,11 @@ class Step(ABC):
             self._terms_here[name] = self.problem.terms[name].to(self.log_t.device)
         return self._terms_here[name]
 
+    def hold_small_(self, s: Tensor) -> None:
+        """Half precision: a move within the rounding of weights reaches few of them, so it is not made, nor counted."""
+        if self._least is not None:
+            s.masked_fill_(s.abs() < self._least[: len(s)], 0.0)
+
     def representable(self, s: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """Half precision has little range: a scale that would leave it stays where it is."""
         if all(q.dtype != torch.float16 for q in weights.values()):
@@ -115,3 +121,17 @@ class Step(ABC):
         terms = [self.terms(w.name) for w in self.problem.symmetry.moving]
         beyond = beyond_range(terms, weights.__getitem__, s)
         return torch.where(self.problem.symmetry.processes.any(beyond), 0.0, s)
+
+
+def _least_moves(problem: Problem, log_t: Tensor) -> Tensor | None:
+    """For each log-scale (and the one that is none) the relative spacing of the coarsest numbers that it moves, where
+    these are of half precision; None: nowhere."""
+    least = torch.zeros(problem.num_scales + 1, dtype=problem.dtype)
+    for w in problem.symmetry.moving:
+        dtype = problem.symmetry.tensor(w.name).dtype
+        for term in (w.out, w.into):
+            if term is not None and dtype in (torch.float16, torch.bfloat16):
+                index = term.index.reshape(-1)
+                least[index] = least[index].clamp_min(torch.finfo(dtype).eps)
+    least[-1] = 0.0
+    return least.to(log_t.device) if bool(least.any()) else None

@@ -194,6 +194,36 @@ ITEMS = (
         best=1,
         note="the best setting of each method, n = 4",
     ),
+    Item("arpit-weight-norm", "arpit2019/weight-norm-short", note="ConvPool-CNN-C, five parametrizations, 40 epochs"),
+    Item("arpit-scaled", "arpit2019/scaled-weight-norm-mnist", note="scaled weight norm on MNIST"),
+    Item("arpit-recurrent", "arpit2019/recurrent", note="an LSTM that reads MNIST row by row, three norms"),
+    Item("rivals", "rivals/resnet110", note="what is used today: ResNet-110, 60 epochs, n = 2"),
+    Item("pathcond", "rivals/pathcond", note="PathCond's protocol: CIFAR-NV with BN, 128 epochs, n = 3"),
+    Item("tuning-g-sgd", rivals.G_SGD_TUNING, note="learning rates for SGD on paths"),
+    Item("mlp-once", "rivals/mlp", after="tuning-g-sgd", note="deep MLPs: rescaled once, SGD on paths"),
+    Item(
+        "rivals-long",
+        "rivals/resnet110-long",
+        after="rivals",
+        best=rivals.LONGEST,
+        note="the best three rivals for 200 epochs",
+    ),
+    Item("tuning-imagenette", imagenette.TUNING, note="learning rates for ResNet-18 on Imagenette"),
+    Item("imagenette", "imagenette/resnet18", after="tuning-imagenette", note="in ImageNet's place, six methods"),
+    # training without batch statistics: Imagenette, private, federated, deep
+    Item("tuning-imagenette-fast", imagenette.FAST_TUNING, note="learning rates for 5 and 20 epochs"),
+    Item(
+        "imagenette-fast",
+        "imagenette/without-statistics",
+        after="tuning-imagenette-fast",
+        note="5 and 20 epochs without batch statistics, beside twins, n = 5",
+    ),
+    Item("tuning-private", private.TUNING, note="learning rates for private training"),
+    Item("private", "private/cifar10", after="tuning-private", note="epsilon 8: GN + WS, unit filters, MSR, n = 3"),
+    Item("tuning-federated", federated.TUNING, note="learning rates for federated training"),
+    Item("federated", "federated/cifar10", after="tuning-federated", note="four skewed clients: BN, GN, unit filters"),
+    Item("tuning-deep", deep.TUNING, note="learning rates for SGD, AdamW and Muon on deep MLPs"),
+    Item("deep", "deep/optimizers", after="tuning-deep", note="does balance help AdamW and Muon? 19 to 50 layers"),
 )
 
 

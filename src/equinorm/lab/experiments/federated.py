@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..training.runs import Data, Method, Model, Optim, Run
@@ -46,8 +45,9 @@ seed, the same for all methods), or from Dirichlet({EVEN:g}) («even»). In each
 starts from the common network, makes one pass over its images in batches of {BATCH} with SGD (momentum 0.9 from
 zero, weight decay 5e-4), and the common network is then the mean of the clients', weighed by their images,
 BatchNorm's running statistics included (FedAvg, McMahan et al. 2017). ResNet-20, crops of images padded by 4,
-flips; the learning rate falls linearly to 0. Unit filters start at the lengths of He's start, without a look at
-data. bfloat16 with float32 weights on a GPU."""
+flips; the learning rate falls linearly to 0. A run of Flower (`scripts/federated_flower.py`) ends with the same
+weights. Unit filters start at the lengths of He's start, without a look at data. bfloat16 with float32 weights on
+a GPU."""
 
 
 def federated_run(row: str, column: str, settings: Settings) -> Run:
@@ -101,13 +101,8 @@ def table(choices: Mapping[str, Choice]) -> Artifact:
                 lambda means: all(wins(means, row, "BN", ["skewed"]) for row in ("GN", "unit filters")),
             ),
         ),
-        shrink=_small,
+        shrink=toy_run,
     )
-
-
-def _small(run: Run) -> Run:
-    toy = toy_run(run)
-    return replace(toy, batch=8)
 
 
 def artifacts(chosen: Chosen | None = None) -> list[Artifact]:

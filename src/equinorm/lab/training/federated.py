@@ -81,10 +81,8 @@ class Federation:
 
     @torch.no_grad()
     def after(self, done: int, network: Mapping[str, Tensor], forget: Callable[[], None]) -> None:
-        """What follows `done` steps of a round: where a client is done, the next starts from the common network, or the
-        mean of all is the common one."""
-        if done not in self.ends:
-            return
+        """What follows the last step of a client, `done` steps of a round: the next one starts from the common network,
+        or the mean of all is the common one."""
         weight = self.weights[self.ends.index(done)]
         for name, t in network.items():
             self._sum[name].add_(t, alpha=weight) if t.is_floating_point() else self._sum[name].copy_(t)

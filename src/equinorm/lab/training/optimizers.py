@@ -36,15 +36,18 @@ class MuonAndSGD(Muon):
             super()._step_group(group)
             return
         params = [p for p in group["params"] if p.grad is not None]
-        lr, decay = group["lr"], group["weight_decay"]
+        if not params:
+            return
         for p in params:
-            assert p.grad is not None
-            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            momentum.mul_(group["momentum"]).add_(p.grad)
-            step = p.grad + group["momentum"] * momentum if group["nesterov"] else momentum
-            if decay:
-                p.mul_(1.0 - lr * decay)
-            p.sub_(lr * step)
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        gradients, momenta = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, gradients)
+        steps = torch._foreach_add(gradients, momenta, alpha=group["momentum"]) if group["nesterov"] else momenta
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(params, torch._foreach_mul(steps, group["lr"]))
 
 
 register_state_rule(MuonAndSGD, {"momentum_buffer": -1}, decoupled=True)

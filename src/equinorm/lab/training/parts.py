@@ -154,8 +154,11 @@ def hold_length_(optimizer: torch.optim.Optimizer, weight: Tensor, luma: float) 
 def balance_once_(run: Run, model: nn.Module, example: Tensor, options: dict[str, Any]) -> None:
     """Rescale the weights before training. With `batchnorm="ignore"` BatchNorm is taken for absent, so that weights
     move and its gains do not, and the function changes."""
+    device, example = example.device, example.cpu()
+    model.cpu()  # where criteria are solved; parameters stay the same objects
     symmetry = symmetry_of(run, model, example, options)
     balance_(model, example, criterion=ONCE[run.method.name](**options), symmetry=symmetry)
+    model.to(device)
 
 
 _SYMMETRIES: dict[str, Symmetry] = {}

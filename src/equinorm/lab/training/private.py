@@ -15,6 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.batchnorm import _NormBase
 
 from ...equilibrium.layers import EquiNormLayer
+from ...launch import plain_only
 
 __all__ = ["PrivateGradients", "per_example_gradients"]
 
@@ -69,7 +70,8 @@ class PrivateGradients:
         sums = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         losses, logits = [], []
         for images, labels in zip(x.split(self.chunk), y.split(self.chunk), strict=True):
-            gradients, some, scores = per_example_gradients(self.model, self.loss, images, labels)
+            with plain_only():  # kernels know nothing of examples by themselves
+                gradients, some, scores = per_example_gradients(self.model, self.loss, images, labels)
             losses.append(some.detach())
             logits.append(scores.detach())
             add_clipped_(sums, gradients, self.clip)

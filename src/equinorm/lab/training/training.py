@@ -27,6 +27,7 @@ from ... import ENorm, MeanShiftRejection
 from ...models.running_statistics import update_statistics_
 from ..data import draw_lambda, mixed_loss
 from ..nets.fused import fused_kernels
+from . import streams
 from .federated import Federation, dirichlet_shares
 from .inputs import Inputs, Streamed
 from .losses import LOSSES
@@ -94,7 +95,7 @@ class Training:
         self._generator = torch.Generator(self.device)
         self.captured = self.device.type == "cuda" and world == 1 and not inputs.streamed
         if self.captured:
-            self.stream = torch.cuda.Stream(priority=-1 if run.batch <= FEW else 0)
+            self.stream = streams.take(priority=-1 if run.batch <= FEW else 0)
             # One pool for all graphs of a run: they never run at once, and what one leaves there no other reads.
             # (With one for each, a schedule of the momentum would leave the memory of a graph behind every epoch.)
             self._pool = torch.cuda.graph_pool_handle()
@@ -198,7 +199,7 @@ class Training:
             self._generator.manual_seed(mixed_seed(self.run.seed, 3, self.done, *([self.rank] if self.rank else [])))
         self._replay((count, layer), lambda: self._steps(count, layer), self.host_rates[i])
         self.done += count
-        if self.federation is not None:
+        if self.federation is not None and i + count in self.federation.ends:
             with self._stream():
                 self.federation.after(i + count, self._network_tensors(), self._forget)
         if self.at_epoch_end:
@@ -450,9 +451,13 @@ class Training:
             self._load_method(method)
 
     def close(self) -> None:
-        """Wait for what is under way. Tensors of a run must not go to another one while its graphs still write them."""
+        """Wait for what is under way, and let the next run have the stream: this one makes no more steps.
+
+        Tensors of a run must not go to another one while its graphs still write them.
+        """
         if self.captured:
             self.stream.synchronize()
+            streams.give_back(self.stream)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
