@@ -536,7 +536,7 @@ def test_the_sums_of_a_part_are_given_back_with_it() -> None:
 
 
 def test_factors_are_made_one_at_a_time() -> None:
-    """All at once they took 34 GB of a folder of 8 GB."""
+    """All at once they take more memory than the folder: one of 8 GB was killed at 16."""
     _, plan = prepared()
     alive: list[weakref.ref[Tensor]] = []
     for name in plan.factors:
