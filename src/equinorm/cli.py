@@ -820,7 +820,8 @@ class Bench:
     parts: Annotated[
         Positional[tuple[str, ...]],
         arg(
-            metavar="PART", help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint, sharded."
+            metavar="PART",
+            help="steps, scaling, balance, lab (these four); kernels, instruments, checkpoint, sharded, quantization.",
         ),
     ] = ()
     only: Annotated[
@@ -838,13 +839,16 @@ class Bench:
     quick: Annotated[bool, arg(help="Tiny sizes: to see that it runs, not to measure.")] = False
     repeats: Annotated[int, arg(metavar="N", help="Measurements of each number (7).")] = 7
     minutes: Annotated[float, arg(help="Begin nothing new after so many minutes.")] = math.inf
+    data_dir: Annotated[
+        Path | None, arg(metavar="DIR", help="Imagenette, as val224.tar and train160.tar, for quantization.")
+    ] = None
 
     def run(self) -> None:
         from .lab.bench.run import run
 
         written = run(
             self.parts, self.output, device=self.device, only=self.only, variants=self.variant, mode=self.mode,
-            quick=self.quick, repeats=self.repeats, minutes=self.minutes,
+            quick=self.quick, repeats=self.repeats, minutes=self.minutes, data_dir=self.data_dir,
         )  # fmt: skip
         print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)) if written else "Nothing written.")
 

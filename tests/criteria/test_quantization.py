@@ -17,6 +17,8 @@ import equinorm
 from equinorm.balance import counting
 from equinorm.criteria import Quantization
 from equinorm.criteria.quantization import (
+    SHARPEST,
+    ExpectedError,
     OutputProblem,
     RoundingProblem,
     Sensitivity,
@@ -185,6 +187,70 @@ def test_what_a_small_move_changes_is_what_is_measured(per: str) -> None:
                 assert float(change[mine].sum()) / problem.size == pytest.approx(float(measured), rel=1e-6, abs=1e-12)
                 seen.add((w.name, whole))
     assert len(seen) >= (7 if per == "tensor" else 1)
+
+
+def plain_groups(values: Tensor, per: str | int) -> list[Tensor]:
+    """What shares a step."""
+    if per == "tensor":
+        return [values.reshape(-1)]
+    rows = [row.reshape(-1) for row in values]
+    return rows if per == "channel" else [part for row in rows for part in row.split(int(per))]
+
+
+def plain_expected_error(problem: RoundingProblem, s: Tensor, p: float) -> Tensor:
+    """Σ over steps of Δ² / 12 · Σ h / λ², with a norm of order p for the maximum; differentiable."""
+    total, padded = s.new_zeros(()), torch.cat([s, s.new_zeros(1)])
+    for w in problem.weights:
+        factor = w.factor(padded).expand(w.shape)
+        sizes = plain_groups(problem.tensors[w.name] * factor, problem.criterion.per)
+        costs = plain_groups(problem.h[w.name].square / factor.square(), problem.criterion.per)
+        for size, cost in zip(sizes, costs, strict=True):
+            step = size.norm(p) / (2 ** (problem.criterion.bits - 1) - 1)
+            total = total + step.square() / 12 * cost.sum()
+    return total
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**6), st.sampled_from(FORMATS), st.sampled_from([2.0, 16.0]))
+def test_the_expected_error_is_its_definition_and_convex(seed: int, per: str | int, p: float) -> None:
+    problem = problem_of(Residual(seed=seed % 7), Quantization(5, per, probes=1))
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(2, problem.symmetry.num_scales, dtype=torch.float64, generator=generator) / 3
+    terms = [ExpectedError(problem._weight(w), problem.h[w.name].square, w, problem.criterion) for w in problem.weights]
+    for term in terms:
+        term.enter(a, p)
+    found = float(sum(term.value(b - a) for term in terms))
+    assert found == pytest.approx(float(plain_expected_error(problem, b, p)), rel=1e-9)
+    at_a, at_b, between = (plain_expected_error(problem, s, p).log() for s in (a, b, (a + b) / 2))
+    assert float(between) <= float(at_a + at_b) / 2 + 1e-12
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel", 3])
+def test_the_descent_comes_near_the_least_expected_error(per: str | int) -> None:
+    """SciPy's optimum of the plain definition, on the log-scales."""
+    optimize = pytest.importorskip("scipy.optimize")
+    problem = problem_of(Residual(), Quantization(5, per, probes=1, steps=300))
+    n = problem.symmetry.num_scales
+
+    def value_and_slope(values: Any) -> tuple[float, Any]:
+        s = torch.from_numpy(values).requires_grad_()
+        value = plain_expected_error(problem, s, SHARPEST).log()
+        (slope,) = torch.autograd.grad(value, s)
+        return float(value.detach()), slope.numpy()
+
+    start = torch.zeros(n, dtype=torch.float64).numpy()
+    least = optimize.minimize(value_and_slope, start, jac=True, method="L-BFGS-B", options={"maxiter": 3000}).fun
+    found, at_start = (value_and_slope(x)[0] for x in (problem._descended(None).log_scales.numpy(), start))
+    assert at_start > least + 0.05
+    assert least - 1e-6 <= found < least + 0.2 * (at_start - least)
+
+
+def test_what_was_measured_once_is_used_for_every_format() -> None:
+    model = Residual(seed=2)
+    known = sensitivities(model, noise_like(X, 4), probes=1)
+    again, anew = (problem_of(model, Quantization(4, probes=1, sensitivities=h)) for h in (known, None))
+    s = torch.zeros(again.symmetry.num_scales, dtype=torch.float64)
+    assert again.value(s) == anew.value(s)
 
 
 def test_drawing_again_lowers_the_error() -> None:

@@ -9,16 +9,17 @@ of every channel (a row, the first axis) the moments of g are kept as a diagonal
 
     e = Δ round(λ w / Δ) - λ w,        Δ = max |λ w| / (2^(bits - 1) - 1),
 
-where the maximum is over the tensor, the channel or the group that shares a step. It is a continuous function of the
-log-scales. Its slope between two roundings is autograd's with the integers held; that is descended first. Then single
-scales are moved a little at random, because which way weights are rounded is a lottery that can be drawn again.
+where the maximum is over the tensor, the channel or the group that shares a step. Between two roundings its slope says
+little, so what is descended first is the error that is to be expected, Σ Δ² / 12 · Σ h / λ², which is convex. Then
+single scales are moved a little at random, because which way weights are rounded is a lottery that can be drawn again.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,10 @@ STARTS = (2.0, 8.0)
 """The least norms from which the descent may start."""
 RATE = 0.05
 """The largest step of a log-scale in the descent."""
+AGAIN = 10
+"""Steps of the descent after which powers are computed anew."""
+SHARPEST = 64.0
+"""The largest order of a norm that stands for a maximum in the descent; it begins with the square root of it."""
 
 
 class Quantization(Criterion):
@@ -58,6 +63,8 @@ class Quantization(Criterion):
         probes: random combinations of the outputs whose derivatives are taken for each batch.
         steps: of the descent.
         draws: how often every scale is then moved at random.
+        sensitivities: what `equinorm.criteria.quantization.sensitivities` gave for this model, so that they need not be
+            measured again for another format.
     """
 
     tol = 0.05
@@ -72,6 +79,7 @@ class Quantization(Criterion):
         probes: int = 4,
         steps: int = 100,
         draws: int = 50,
+        sensitivities: Mapping[str, Sensitivity] | None = None,
     ) -> None:
         if not isinstance(bits, int) or not 2 <= bits <= 16:
             raise ValueError(f"bits must be an integer from 2 to 16, got {bits!r}")
@@ -82,7 +90,7 @@ class Quantization(Criterion):
         if isinstance(inputs, list) and not inputs:
             raise ValueError("inputs is empty: give at least one batch")
         self.bits, self.per, self.inputs = bits, per, inputs
-        self.probes, self.steps, self.draws = probes, steps, draws
+        self.probes, self.steps, self.draws, self.sensitivities = probes, steps, draws, sensitivities
 
     def problem(self, symmetry: Symmetry, counted: Counts, example_inputs: Any = None) -> RoundingProblem:
         if self.inputs is None and example_inputs is None:
@@ -122,13 +130,18 @@ def _steps(weight: Tensor, bits: int, per: str | int) -> Tensor:
     return _ungrouped(step.expand_as(groups), weight.shape)
 
 
-def _groups(weight: Tensor, per: str | int) -> Tensor:
-    """Elements that share a step along the last axis; a channel's last group may be short and is filled with zeros."""
+def _within(per: str | int) -> str | int:
+    """What shares a step inside of a channel."""
+    return "channel" if per == "tensor" else per
+
+
+def _groups(weight: Tensor, per: str | int, filled: float = 0.0) -> Tensor:
+    """Elements that share a step along the last axis; a channel's last group may be short and is filled."""
     if per == "tensor" or weight.ndim < 2:
         return weight.reshape(1, -1)
     channels = weight.reshape(weight.shape[0], -1)
     if isinstance(per, int):
-        channels = nn.functional.pad(channels, (0, -channels.shape[1] % per))
+        channels = nn.functional.pad(channels, (0, -channels.shape[1] % per), value=filled)
         return channels.reshape(len(channels), -1, per)
     return channels
 
@@ -218,6 +231,58 @@ def _is_late(deadline: float | None) -> bool:
 # -- the problem -------------------------------------------------------------------------------------------------------
 
 
+class ExpectedError:
+    """What rounding one weight costs, if every rounding error is drawn evenly from half a step to either side:
+
+        Σ over steps of Δ² / 12 · Σ_e h_e / λ_e²,        Δ ~ (Σ_e |λ_e w_e|^p)^(1/p) / (2^(bits - 1) - 1),
+
+    sums over what shares a step. The maximum is a norm of order p, so that the function is smooth; it is convex in the
+    log-scales. It is computed relative to a point that is entered, so that powers neither overflow nor vanish.
+    """
+
+    def __init__(self, weight: Tensor, square: Tensor, w: ScaledParameter, criterion: Quantization) -> None:
+        self.rows, self.per, self.levels = len(weight), criterion.per, 2 ** (criterion.bits - 1) - 1
+        self.w, self.shape = w, weight.shape
+        self.log, self.square = weight.abs().log(), square.to(weight)
+        terms = [(term, sign) for term, sign in ((w.out, 1), (w.into, -1)) if term is not None]
+        self.by_row = [x for x in terms if x[0].index.numel() == x[0].index.shape[0] == self.rows]
+        self.other = [x for x in terms if x not in self.by_row]
+
+    def enter(self, s: Tensor, p: float) -> None:
+        log_factor = self.w.factor(torch.cat([s, s.new_zeros(1)])).log().to(self.log)
+        log = _groups(self.log + log_factor, self.per, -math.inf)
+        self.top = log.amax(-1, keepdim=True).clamp_min(-1e30)
+        self.p = p
+        self.powers = (p * (log - self.top)).exp()
+        self.costs = _groups(self.square * (-2 * log_factor).exp(), self.per)
+
+    def value(self, moved: Tensor) -> Tensor:
+        """At log-scales relative to the point that was entered."""
+        padded = torch.cat([moved, moved.new_zeros(1)])
+        row, other = moved.new_zeros(self.rows), moved.new_zeros(1)
+        for term, sign in self.by_row:
+            row = row + sign * term.log_scale(padded).reshape(-1)
+        for term, sign in self.other:
+            other = other + sign * term.log_scale(padded)
+        log_max = self._total(self.powers, self.p, row, other).clamp_min(1e-38).log() / self.p + self.top.squeeze(-1)
+        return ((2 * log_max).exp() * self._total(self.costs, -2.0, row, other)).sum() / (12 * self.levels**2)
+
+    def _total(self, values: Tensor, power: float, row: Tensor, other: Tensor) -> Tensor:
+        """The sums over what shares a step of values times the power of their factors."""
+        rows, factor = (power * row).exp(), (power * other).exp()
+        if factor.numel() > 1:
+            alike = factor.ndim == len(self.shape) and factor.shape[0] == 1
+            columns = _groups(factor.expand(1 if alike else self.rows, *self.shape[1:]), _within(self.per))
+            values = values.reshape(self.rows, *columns.shape[1:])
+            sums = torch.einsum("r...k,...k->r...", values, columns[0]) if alike else (values * columns).sum(-1)
+        else:
+            rows = rows * factor.reshape(())
+            sums = values.reshape(self.rows, -1).sum(1) if self.per == "tensor" else values.sum(-1)
+        if self.per == "tensor":
+            return (rows * sums.reshape(self.rows)).sum().reshape(1)
+        return sums * rows.reshape(-1, *[1] * (sums.ndim - 1))
+
+
 class RoundingProblem(Problem):
     """The error of rounding all weights as a function of the log-scales, weighed by sensitivities."""
 
@@ -233,7 +298,8 @@ class RoundingProblem(Problem):
                 self.weights.append(w)
             else:  # it has no step, so nothing that it follows moves
                 self._fix(w)
-        self.h = sensitivities(symmetry.model, batches, criterion.probes)
+        known = criterion.sensitivities
+        self.h = sensitivities(symmetry.model, batches, criterion.probes) if known is None else known
         self.size = 1.0
         self.size = sum(float(self.h[w.name].cost(self._weight(w)).sum()) for w in self.weights) or 1.0
 
@@ -265,11 +331,12 @@ class RoundingProblem(Problem):
         return self.weighed(s)
 
     def solve(self, tol: float, deadline: float | None) -> Solution:
-        """From the best of the start and two least norms down the slope, and on at random."""
-        starts = [torch.zeros(self.symmetry.num_scales, dtype=torch.float64), *self._norms(deadline)]
-        found = self._descended(min(starts, key=self.weighed), deadline)
-        drawn = self._drawn(found.log_scales, deadline)
-        best = min((*starts, found.log_scales, drawn), key=self.value)
+        """From the best of the start, two least norms and the least expected error, on at random."""
+        found = self._descended(deadline)
+        still = torch.zeros(self.symmetry.num_scales, dtype=torch.float64)
+        starts = [still, *self._norms(deadline), found.log_scales]
+        start = min(starts, key=self.weighed)
+        best = min((still, start, self._drawn(start, deadline)), key=self.value)
         return found._replace(log_scales=best, converged=found.imbalance <= tol)
 
     def _norms(self, deadline: float | None) -> Iterable[Tensor]:
@@ -282,36 +349,41 @@ class RoundingProblem(Problem):
             if bool(torch.isfinite(found).all()):
                 yield found
 
-    def _slope(self, s: Tensor) -> tuple[float, Tensor]:
-        value, total = 0.0, torch.zeros_like(s)
-        with torch.enable_grad():
-            for part in self.errors(s):  # one weight at a time, so that only one graph is held
-                value += float(part.detach())
-                if part.requires_grad:
-                    total += torch.autograd.grad(part, s)[0]
-        return value, total
-
-    def _descended(self, start: Tensor, deadline: float | None) -> Solution:
-        """The best of the points where Adam was at each quarter of its steps; and how much the last quarter brought."""
+    def _descended(self, deadline: float | None) -> Solution:
+        """Down the slope of the expected error with Adam; and how much the last quarter of the steps brought."""
         free, steps = ~self.fixed[:-1], self.criterion.steps
-        s = start.float().requires_grad_()
-        optimizer = torch.optim.Adam([s], lr=RATE, betas=(0.9, 0.97))
-        best, least, gain, done = start, self.weighed(start), 1.0, 0
-        if not least > 0 or not bool(free.any()) or not steps:
-            return Solution(start, None, 0.0, 0, True)
+        s = torch.zeros(self.symmetry.num_scales, dtype=torch.float64)
+        if not bool(free.any()) or not steps:
+            return Solution(s, None, 0.0, 0, True)
+        terms = [
+            ExpectedError(self._weight(w, torch.float32), self.h[w.name].square, w, self.criterion)
+            for w in self.weights
+        ]
+        moved = torch.zeros(len(s), requires_grad=True)
+        optimizer = torch.optim.Adam([moved], lr=RATE, betas=(0.9, 0.97))
+        before, gain, done = math.inf, 1.0, 0
+        quarter = max(steps // 4, 1)
         while done < steps and not _is_late(deadline):
+            if done % AGAIN == 0:
+                s, p = s + moved.detach(), SHARPEST ** ((1 + done / steps) / 2)
+                with torch.no_grad():
+                    moved.zero_()
+                for term in terms:
+                    term.enter(s, p)
             optimizer.param_groups[0]["lr"] = RATE * (1 - done / steps)
-            here, slope = self._slope(s)
-            s.grad = torch.where(free, slope / max(here, 1e-300), 0.0).nan_to_num(0.0, 0.0, 0.0)
+            slope, here = torch.zeros_like(moved), 0.0
+            with torch.enable_grad():
+                for term in terms:
+                    part = term.value(moved)
+                    if part.requires_grad:
+                        slope += torch.autograd.grad(part, moved)[0]
+                    here += float(part.detach())
+            moved.grad = torch.where(free, slope / max(here, 1e-300), 0.0).nan_to_num(0.0, 0.0, 0.0)
             optimizer.step()
             done += 1
-            if done % max(steps // 4, 1) == 0 or done == steps:
-                point = s.detach().double()
-                new = self.weighed(point)
-                gain = max(0.0, 1 - new / least)
-                if new < least:
-                    best, least = point, new
-        return Solution(best, None, gain, done, False)
+            if done % quarter == 0:
+                before, gain = here, max(0.0, 1 - here / before) if before else 0.0
+        return Solution(s + moved.detach(), None, gain, done, False)
 
     # -- drawing again -------------------------------------------------------------------------------------------------
 
@@ -389,7 +461,7 @@ class OutputProblem(RoundingProblem):
 
     def __init__(self, symmetry: Symmetry, counted: Counts, criterion: Quantization, batches: list[Any]) -> None:
         super().__init__(symmetry, counted, criterion, batches)
-        self.batches = batches
+        self.batches, self.known = batches, dict[bytes, float]()
         self.twin = copy.deepcopy(symmetry.model).eval().requires_grad_(False)
         with torch.no_grad():
             self.references = [_real(call(self.twin, batch)) for batch in batches]
@@ -398,6 +470,12 @@ class OutputProblem(RoundingProblem):
     @torch.no_grad()
     def value(self, s: Tensor) -> float:
         """The squared change of the outputs, relative to the outputs, with weights that are really rounded."""
+        key = s.double().numpy().tobytes()
+        if key not in self.known:
+            self.known[key] = self._measured(s)
+        return self.known[key]
+
+    def _measured(self, s: Tensor) -> float:
         named = dict(self.twin.named_parameters())
         weights = {w.name: self.restored(w, s.double()).to(named[w.name]) for w in self.weights}
         change = 0.0

@@ -110,8 +110,9 @@ class LeastMaximum(Problem):
         while gap > tol and p <= self.largest_p and not (deadline is not None and time.monotonic() > deadline):
             self._enter(p, s)
             found = minimise(self.function, self.birth, min(0.1, tol * p / 8), deadline, start=s)
-            s, point = found.log_scales, found.point
             iterations += found.iterations
-            gap = self.gap(s)
+            reached = self.gap(found.log_scales)
+            if reached < gap:  # masses of a large p may be lost to rounding: then it is tried from here again
+                s, point, gap = found.log_scales, found.point, reached
             p *= 2
         return Solution(s, point, gap, iterations, gap <= tol)

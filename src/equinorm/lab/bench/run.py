@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import UserError
+from ...files import write_text
 from ..training.trainer import chosen_device
-from . import balance, checkpoint, instruments, kernels, scaling, sharded, steps, throughput
+from . import balance, checkpoint, instruments, kernels, quantization, scaling, sharded, steps, throughput
 from .output import facts, save, show
 
 __all__ = ["PARTS", "run"]
@@ -31,6 +32,7 @@ def run(
     quick: bool = False,
     repeats: int = 7,
     minutes: float = float("inf"),
+    data_dir: Path | None = None,
 ) -> list[Path]:
     """Measure, print and save; the files written. Parts that do not fit into the time are left out, with a word."""
     where = chosen_device(device)
@@ -45,10 +47,11 @@ def run(
         "instruments": ["cost", *instruments.PARTS],
         "checkpoint": checkpoint.NAMES,
         "sharded": sharded.NAMES,
+        "quantization": quantization.NETWORKS,
     }
     _check("network or run", only, dict.fromkeys(name for part in parts or PARTS for name in names[part]))
     _check("variant", variants, dict.fromkeys(v.name for network in networks.values() for v in network.variants))
-    bench = _Bench(where, out, only, variants, mode, quick, repeats, time.monotonic() + 60 * minutes)
+    bench = _Bench(where, out, only, variants, mode, quick, repeats, time.monotonic() + 60 * minutes, data_dir)
     if quick:
         bench.console.print("quick: " + bench.about["quick"], highlight=False)
     for name in parts or PARTS:
@@ -74,9 +77,10 @@ class _Bench:
         quick: bool,
         repeats: int,
         end: float,
+        data_dir: Path | None,
     ) -> None:
         self.device, self.out, self.only, self.variants = device, out, only, variants
-        self.mode, self.quick, self.repeats, self.end = mode, quick, repeats, end
+        self.mode, self.quick, self.repeats, self.end, self.data_dir = mode, quick, repeats, end, data_dir
         tag = {"quick": "tiny sizes, to see that it runs: these are no measurements"} if quick else {}
         self.about = facts(device) | tag  # as it is before the work begins
         self.about_cpu = facts(torch.device("cpu")) | tag
@@ -223,6 +227,20 @@ def _sharded(bench: _Bench) -> None:
     bench.written += save(bench.out, "bench_sharded", text, found, bench.about_cpu)
 
 
+def _quantization(bench: _Bench) -> None:
+    """A log with a line for each row, and a table of it."""
+    chosen = [name for name in quantization.NETWORKS if bench.wanted(name)]
+    if bench.data_dir is None:
+        raise UserError("bench quantization needs --data-dir: a folder with Imagenette's val224.tar and train160.tar")
+    log = bench.out / "bench_quantization.jsonl"
+    with bench.status() as say:
+        found = quantization.measure(chosen, bench.data_dir, log, bench.about_cpu, bench.end, say)
+    text = show([quantization.table_of(found)], bench.console, width=170)
+    head = "".join(f"{key}: {value}\n" for key, value in bench.about_cpu.items())
+    write_text(bench.out / "bench_quantization.txt", f"{head}\n{text}")
+    bench.written += [log, bench.out / "bench_quantization.txt"]
+
+
 def _speeds(found: list[throughput.Speed]) -> Table:
     title = "Time per run, several runs side by side (median; spread of the middle half)"
     shown = Table(title=title, title_justify="left")
@@ -247,5 +265,6 @@ ON_REQUEST: dict[str, Callable[[_Bench], None]] = {
     "instruments": _instruments,
     "checkpoint": _checkpoint,
     "sharded": _sharded,
+    "quantization": _quantization,
 }
 """Parts that are left out unless they are named."""

