@@ -82,13 +82,17 @@ class ScaledParameter:
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-        # one exponential of the difference: each by itself may be out of range where their product is not
-        log_factor = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
-        if self.out is not None:
-            log_factor = log_factor + self.out.log_scale(padded)
-        if self.into is not None:
-            log_factor = log_factor - self.into.log_scale(padded)
-        return log_factor.exp()
+        one = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
+        out = one if self.out is None else self.out.log_scale(padded)
+        into = one if self.into is None else self.into.log_scale(padded)
+        if min(out.numel(), into.numel()) <= 1 or padded.device.type != "cpu":
+            return (out - into).exp()
+        # exponentials of rows and of columns are fewer, but each may be out of range where their product is not
+        (low, high), (least, most) = ((float(x) for x in side.detach().aminmax()) for side in (out, into))
+        centre = (low + high + least + most) / 4
+        if not max(high - low, most - least, abs(low + high - least - most)) <= 300:
+            return (out - into).exp()
+        return (out - centre).exp() * (centre - into).exp()
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
@@ -165,7 +169,7 @@ class Symmetry:
 
         >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
         """
-        held = set(names) & {x.name for x in (*self.moving, *self.carried)}
+        held = set(names) & {*(w.name for w in self.moving), *(c.name for c in self.carried)}
         return self._restricted(held) if held else self
 
     def tying(self, groups: Iterable[Iterable[str]]) -> Symmetry:
@@ -174,12 +178,12 @@ class Symmetry:
         >>> symmetry.tying([[carried.name for carried in symmetry.carried]])  # they have one entry in a config
         """
         terms = {carried.name: carried.term for carried in self.carried}
-        ties = []
+        ties: list[ScaledParameter] = []
         for group in groups:
-            first, *others = [terms[name] for name in group if name in terms] or [None]
+            members = [terms[name] for name in group if name in terms]
             ties += [
-                ScaledParameter(f"tie {len(ties) + i}", torch.Size([]), first, other, False, 0)
-                for i, other in enumerate(others)
+                ScaledParameter(f"tie {len(ties) + i}", torch.Size([]), members[0], other, False, 0)
+                for i, other in enumerate(members[1:])
             ]
         return self._restricted(set(), ties) if ties else self
 
@@ -331,6 +335,17 @@ def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], proce
 
 def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     """Where the largest value that a factor meets would overflow, or vanish; in the factor's shape."""
+    if tensor.device.type == "cpu" and tensor.numel() > PIECE and factor.shape == tensor.shape:
+        rows = max(1, PIECE // tensor[0].numel())  # a piece at a time, in the processor's cache
+        pieces = zip(tensor.split(rows), factor.split(rows), strict=True)
+        return torch.cat([_out_of_range(*piece) for piece in pieces])
+    return _out_of_range(tensor, factor)
+
+
+PIECE = 1 << 18
+
+
+def _out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     axes = [a for a in range(tensor.ndim) if a >= factor.ndim or factor.shape[a] == 1]
     largest = tensor.detach().abs() if tensor.numel() else factor.new_zeros(())
     if axes and tensor.numel():  # over no axes `amax` would take all
