@@ -39,11 +39,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	$(BIN)/equinorm bench --out out/bench
+	$(BIN)/equinorm bench
 
-# Warnings are errors, and the tutorials are executed.
+# Warnings are errors, the tutorials are executed, and links within the site are followed.
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	$(BIN)/python scripts/check_site.py build/site
 	@echo "Written: build/site/index.html"
 
 # The wheel, and what a user sees who installs it: without extras, then with those of the demo.

@@ -565,12 +565,12 @@ def test_a_reader_that_closes_the_pipe() -> None:
 
 def test_diagnose_writes_a_page_and_says_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    out = succeeds(capsys, "diagnose", "usernets:Net", *IMAGE, "--out", str(page))
+    out = succeeds(capsys, "diagnose", "usernets:Net", *IMAGE, "--output", str(page))
     assert f"written: {page}" in out
     text = page.read_text()
     assert "usernets:Net" in text
     assert "<svg" in text
-    assert "exists" in fails(capsys, "diagnose", "usernets:Net", *IMAGE, "--out", str(page))
-    found = json.loads(succeeds(capsys, "diagnose", "usernets:Net", *IMAGE, "--out", str(page), "--force", "--json"))
+    assert "exists" in fails(capsys, "diagnose", "usernets:Net", *IMAGE, "--output", str(page))
+    found = json.loads(succeeds(capsys, "diagnose", "usernets:Net", *IMAGE, "--output", str(page), "--force", "--json"))
     assert found["page"] == str(page)
     assert all(item["advice"] for item in found["advice"])

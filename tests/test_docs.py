@@ -9,6 +9,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,7 +52,9 @@ def test_snippet(code: str, printed: str | None, tmp_path: Path, monkeypatch: py
 CELL = re.compile(r"^```\{code-cell\}\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["enorm", "explain", "without_batch_statistics"])  # `make docs` runs all of them
+@pytest.mark.parametrize(
+    "name", ["enorm", "explain", "quantize", "without_batch_statistics"]
+)  # `make docs` runs all of them
 def test_tutorial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -61,15 +64,51 @@ def test_tutorial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             exec(compile(cell, f"{name}.md, cell {number + 1}", "exec"), module.__dict__)
 
 
+def test_the_readme_is_short() -> None:
+    """A stranger reads 150 lines; blocks that are to be copied have eight at most."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 900
+    for code in BLOCK.findall(text):
+        assert len([line for line in code[0].splitlines() if line]) <= 8
+
+
 def test_there_are_snippets() -> None:
     assert len(blocks()) >= 8
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@cache
+def places(page: Path) -> set[str]:
+    """What can follow a # in a link to a page of Markdown: its headings, as GitHub and the site write them, and ids."""
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "results").glob("*.md"))], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
+    for target in set(LINK.findall(page.read_text(encoding="utf-8"))):
+        path, _, place = target.partition("#")
+        if "://" in path:
+            continue
+        to = (page.parent / path).resolve() if path else page
+        assert to.exists(), target
+        assert not place or to.suffix != ".md" or place in places(to), target
+
+
+METHOD_PAGES = ("enorm", "equinorm", "mean-shift-rejection", "unit-filters", "weight-norm")
+ORDER = ["How to use", "Suggested settings", "How it works", "When not to", "Cost", "Evidence"]
+
+
+@pytest.mark.parametrize("name", METHOD_PAGES)
+def test_pages_of_methods_have_the_same_order(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ORDER
 
 
 # -- tables whose numbers no command prints ----------------------------------------------------------------------------

@@ -42,7 +42,8 @@ Model = Annotated[
     Positional[str],
     arg(
         metavar="MODEL",
-        help="module:callable, file.py:callable, torchvision:NAME, timm:NAME or hf:FOLDER (nothing is downloaded).",
+        help="module:callable, file.py:callable, torchvision:NAME, timm:NAME or hf:FOLDER. Nothing is downloaded. A "
+        "module or file is imported, which runs the code in it: name only what you trust.",
     ),
 ]
 CheckpointFile = Annotated[
@@ -383,7 +384,7 @@ class Diagnose:
 
     model: Model
     checkpoint: CheckpointFile = None
-    out: Annotated[Path, arg(metavar="FILE", help="The page to write (./diagnosis.html).")] = Path("diagnosis.html")
+    output: Annotated[Path, arg(metavar="FILE", help="The page to write (./diagnosis.html).")] = Path("diagnosis.html")
     data: Annotated[
         Path | None,
         arg(
@@ -402,22 +403,24 @@ class Diagnose:
     def run(self) -> None:
         from .tools import diagnose
 
-        _check_place(self.out, self.force)
+        if self.samples < 1:
+            raise _user_error(f"--samples must be at least 1, got {self.samples}")
+        _check_place(self.output, self.force)
         data = None if self.data is None else diagnose.read_data(self.data)
         work = _Work.begin(self)
         batch = diagnose.random_batch(work.inputs, work.model, self.samples) if data is None else None
         with _step("measuring"):
             found = diagnose.diagnose(
-                work.model, work.examples[0] if batch is None else batch, self.out, name=self.model,
+                work.model, work.examples[0] if batch is None else batch, self.output, name=self.model,
                 origin=work.origin, data=data, symmetry=work.symmetry,
             )  # fmt: skip
         advice = diagnose.what_to_try(found)
         if self.json:
-            _print_json({"model": self.model, "page": str(self.out), "advice": [asdict(item) for item in advice]})
+            _print_json({"model": self.model, "page": str(self.output), "advice": [asdict(item) for item in advice]})
             return
         for item in advice:
             print(f"- {item.seen}\n  {item.advice}")
-        print(f"written: {self.out}")
+        print(f"written: {self.output}")
 
 
 @dataclass(frozen=True)
@@ -574,7 +577,7 @@ class Demo:
     """ENorm in deep nets, and every family on one net, on scikit-learn's digits: tables, a picture, a minute on two
     cores."""
 
-    out: Annotated[
+    output: Annotated[
         Path, arg(metavar="DIR", help="Folder for the picture, the table and the runs (./equinorm-demo).")
     ] = Path("equinorm-demo")
     seed: Annotated[int, arg(help="The first of the seeds (0).")] = 0
@@ -591,9 +594,9 @@ class Demo:
 
             raise UserError(f"the demo needs {error.name}: pip install 'equinorm[lab]'") from error
         if self.tune:
-            demo.tune(self.out, sys.argv)
+            demo.tune(self.output, sys.argv)
         else:
-            demo.run(self.out, seed=self.seed, quick=self.quick, command=sys.argv)
+            demo.run(self.output, seed=self.seed, quick=self.quick, command=sys.argv)
 
 
 # -- the laboratory ----------------------------------------------------------------------------------------------------
@@ -604,6 +607,7 @@ DataDir = Annotated[
 Results = Annotated[
     Path | None, arg(metavar="DIR", help="Where results are kept (./results; toy runs: ./results-toy).")
 ]
+_TOY = "A toy: tiny sizes on embedded digits. It shows that everything runs; its numbers mean nothing."
 Toy = Annotated[bool, arg(help="Everything in seconds, on embedded digits: to see that it runs, not to measure.")]
 Device = Annotated[str | None, arg(metavar="DEVICE", help="cpu, cuda, cuda:1 (a GPU if there is one).")]
 
@@ -639,6 +643,8 @@ class Train:
         numbers = f"test {final['test_accuracy']:.2f} %" if record.status == "finished" else final["reason"]
         where = "from the store" if outcome.known else f"{final['seconds']:.1f} s"
         print(f"{run.label or run.key}, seed {run.seed}: {record.status}, {numbers}, {where}. {store.path(run)}")
+        if self.toy:
+            print(_TOY)
 
 
 @dataclass(frozen=True)
@@ -663,8 +669,10 @@ class Reproduce:
     ] = None
     row: Annotated[Patterns, arg(metavar="ROW", help="Only this method. Repeat it for several.")] = ()
     column: Annotated[Patterns, arg(metavar="COLUMN", help="Only this depth, batch size ... Repeat it.")] = ()
-    address: Annotated[str | None, arg(help="Of a Ray cluster (RAY_ADDRESS, else one made on this machine).")] = None
-    partition: Annotated[str | None, arg(help="Of Slurm.")] = None
+    address: Annotated[
+        str | None, arg(metavar="ADDRESS", help="Of a Ray cluster (RAY_ADDRESS, else one made on this machine).")
+    ] = None
+    partition: Annotated[str | None, arg(metavar="NAME", help="Of Slurm.")] = None
 
     def run(self) -> None:
         from .lab.experiments.reproduce import chosen, reproduce
@@ -672,7 +680,7 @@ class Reproduce:
         from .lab.training.store import Store
 
         if not self.artifacts:
-            _list_artifacts()
+            _list_artifacts(_results(self.results, self.toy), self.toy)
             return
         picked = chosen(self.artifacts, self.toy, self.row, self.column)
         store = Store(_results(self.results, self.toy))
@@ -683,6 +691,8 @@ class Reproduce:
         print(done.sentence())
         if done.outcome.interrupted:
             raise KeyboardInterrupt
+        if self.toy:
+            print(_TOY)
         flags = " --toy" * self.toy + (f" --results {store.folder}" if self.results else "")
         print(f"`equinorm report{flags}` writes tables and figures from {store.folder}.")
 
@@ -694,6 +704,9 @@ class Campaign:
 
     list: Annotated[bool, arg(help="Print what is done and what is left, and train nothing.")] = False
     choose: Annotated[bool, arg(help="Write the settings that the tuning runs decided into the recipe.")] = False
+    merge: Annotated[
+        tuple[Path, ...], arg(metavar="FILE", help="Take over runs that a sitting brought back: its runs.jsonl.")
+    ] = ()
     item: Annotated[
         Patterns, arg(metavar="ITEM", help="Only this item, artifact or paper. Repeat it for several.")
     ] = ()
@@ -716,12 +729,15 @@ class Campaign:
         from .lab.training.store import Store
 
         store, items = Store(_results(self.results, self.toy)), campaign.named(self.item)
+        for file in self.merge:
+            merged = store.merge(file)
+            print(f"{file}: {len(merged.added)} new, {len(merged.present)} known, {len(merged.damaged)} not whole")
         if self.choose:
             changed = campaign.write_chosen(store)
             print(f"{campaign.CHOSEN}: {'written' if changed else 'as it was'}")
         if self.list:
             print(campaign.table(campaign.standing(store, items, toy=self.toy)))
-        if self.choose or self.list:
+        if self.choose or self.list or self.merge:
             return
         done = campaign.work(
             store, items, minutes=self.minutes, sitting=self.sitting, toy=self.toy, data_dir=self.data_dir,
@@ -738,9 +754,9 @@ class Record:
     """Train CIFAR-10 to 94 % without batch statistics, beside a BatchNorm twin, in turn; print accuracy and seconds."""
 
     data_dir: Annotated[Path, arg(metavar="DIR", help="Holds cifar-10-batches-bin.")] = Path("data")
-    out: Annotated[Path, arg(metavar="DIR", help="Where runs are logged; those that are there are not repeated.")] = (
-        Path("out/record")
-    )
+    output: Annotated[
+        Path, arg(metavar="DIR", help="Where runs are logged; those that are there are not repeated (./out/record).")
+    ] = Path("out/record")
     n: Annotated[int, arg(metavar="N", help="Runs of each net.")] = 20
     device: Device = None
     toy: Annotated[bool, arg(help="A tiny net on noise, on any machine: to see that it runs.")] = False
@@ -751,7 +767,7 @@ class Record:
         if self.n < 1:
             raise _user_error(f"--n is how often each net is trained, at least 1, got {self.n}")
         try:
-            print(record(self.data_dir, self.out, self.n, self.toy, self.device))
+            print(record(self.data_dir, self.output, self.n, self.toy, self.device))
         except (RuntimeError, FileNotFoundError) as error:
             raise _user_error(str(error)) from error
 
@@ -783,11 +799,7 @@ class Report:
             raise _user_error(f"there is no folder {store.folder}: name the one with your runs with --results")
         if self.artifact is not None:
             for artifact in chosen([self.artifact]):  # `section` takes the toy version itself
-                section = report.section(store, artifact, store.folder, self.toy)
-                if sys.stdout.isatty():
-                    _show([section])
-                else:
-                    print(report.markdown.render([section]))
+                _show([report.section(store, artifact, store.folder, self.toy)])
             return
         with _step("writing the report"):
             written = report.write(store, store.folder, toy=self.toy, tensorboard=self.tensorboard)
@@ -815,7 +827,9 @@ class Bench:
         UseAppendAction[tuple[str, ...]],
         arg(metavar="NAME", help="Only this network or run, such as resnet18. Repeat it for several."),
     ] = ()
-    out: Annotated[Path, arg(metavar="DIR", help="Where tables, numbers and pictures are written.")] = Path("results")
+    output: Annotated[
+        Path, arg(metavar="DIR", help="Where tables, numbers and pictures are written (./out/bench).")
+    ] = Path("out/bench")
     device: Device = None
     variant: Annotated[Patterns, arg(metavar="NAME", help="Only this normalization, such as BN. Repeat it.")] = ()
     mode: Annotated[
@@ -829,10 +843,10 @@ class Bench:
         from .lab.bench.run import run
 
         written = run(
-            self.parts, self.out, device=self.device, only=self.only, variants=self.variant, mode=self.mode,
+            self.parts, self.output, device=self.device, only=self.only, variants=self.variant, mode=self.mode,
             quick=self.quick, repeats=self.repeats, minutes=self.minutes,
         )  # fmt: skip
-        print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)))
+        print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)) if written else "Nothing written.")
 
 
 def _show(blocks: Sequence[Any]) -> None:
@@ -843,16 +857,16 @@ def _show(blocks: Sequence[Any]) -> None:
     terminal.show(blocks, Console())
 
 
-def _list_artifacts() -> None:
+def _list_artifacts(results: Path, toy: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from .lab.experiments.artifacts import all_artifacts
+    from .lab.report.standing import table
+    from .lab.training.store import Store
 
-    table = Table("artifact", "runs", "what it is", box=None, header_style="bold", pad_edge=False)
-    for artifact in all_artifacts().values():
-        table.add_row(artifact.name, str(len(artifact.runs()) or "-"), artifact.title)
-    Console().print(table)
+    Console().print(table(Store(results), all_artifacts().values(), toy))
+    print(f"\ndone: runs in {results} of all runs. time: of the device, for what is done.")
+    print("`equinorm reproduce PAPER/NAME` trains what is missing, with --toy in seconds.")
 
 
 def _results(folder: Path | None, toy: bool) -> Path:

@@ -77,7 +77,7 @@ def plain_activations(net: nn.Module, follows: dict[str, list[int | None]], n: i
 
 @torch.no_grad()
 def plain_path(net: nn.Module) -> float:
-    """n log Σ g - Σ log g; g of a weight: what the path norm gains when its square grows by 1, as it is affine."""
+    """n log Σ g - Σ log g; g of a weight is what the path norm gains when its square grows by 1."""
     squared = copy.deepcopy(net)
     for parameter in squared.parameters():
         parameter.square_()

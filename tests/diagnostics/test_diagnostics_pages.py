@@ -189,6 +189,26 @@ def test_advice_is_given_where_it_is_due_and_not_elsewhere(rule: str) -> None:
     assert sentence in advice(spoil(mlp(depth=4, width=64)), x)
 
 
+def test_advice_on_growth_fits_the_depth() -> None:
+    """A factor that a few layers bear stops many from training."""
+    x = inputs(width=64)
+    shallow, deep = (advice(growing(mlp(depth=depth, width=64)), x) for depth in (4, 24))
+    (short,) = (line for line in shallow.splitlines() if "Activations grow" in line)
+    (long,) = (line for line in deep.splitlines() if "Activations grow" in line)
+    assert short.startswith("False")
+    assert "layers bear that" in short
+    assert long.startswith("True")
+    assert "cannot be trained" in long
+    assert all("equinorm.data_dependent_init_(model, x)" in line for line in (short, long))
+
+
+def test_the_page_is_legible_in_the_dark_and_on_a_phone() -> None:
+    text = page(measure(mlp(), inputs()))
+    assert "prefers-color-scheme: dark" in text
+    assert "max-width: 40rem" in text
+    assert 'name="viewport"' in text
+
+
 def test_balancing_ends_the_advice_to_balance() -> None:
     model, x = unbalanced(mlp()), inputs()
     assert "out of balance" in advice(model, x)

@@ -127,7 +127,7 @@ def test_the_demo_writes_table_picture_and_runs_and_goes_on_where_it_was(
     out = tmp_path / "new" / "out"
     first = deep.run(deep.rows[0], 1, seed=0)
     train_all([first], Store(out), device=CPU)  # an earlier demo came so far
-    assert cli.main(["demo", "--quick", "--out", str(out), "--seed", "0"]) == 0
+    assert cli.main(["demo", "--quick", "--output", str(out), "--seed", "0"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert {"demo.png", "runs.jsonl", "table.txt", "runs"} <= {path.name for path in out.iterdir()}
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -159,7 +159,7 @@ def test_tuning_chooses_and_says_what_differs(
     deep = replace(deep, rows=(replace(deep.rows[0], rates=(0.002,)),))
     monkeypatch.setattr(demo, "STUDIES", (deep,))
     monkeypatch.setattr(demo, "RATES", (0.002, 0.5))
-    assert cli.main(["demo", "--tune", "--out", str(tmp_path)]) == 0
+    assert cli.main(["demo", "--tune", "--output", str(tmp_path)]) == 0
     assert "fully connected, baseline: (0.5,) (the demo has (0.002,))" in capsys.readouterr().out
     head, *lines = (json.loads(line) for line in (tmp_path / "tuning.jsonl").read_text().splitlines())
     assert "held out" in head["protocol"]
@@ -176,11 +176,11 @@ def test_energies_are_equal_after_balancing() -> None:
 
 @pytest.mark.slow
 def test_the_quick_demo_in_several_processes(tmp_path: Path) -> None:
-    assert cli.main(["demo", "--quick", "--out", str(tmp_path)]) == 0
+    assert cli.main(["demo", "--quick", "--output", str(tmp_path)]) == 0
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2 + 2 * len(DEEP.rows) + len(RESIDUAL.rows)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert cli.main(["demo", "--out", str(tmp_path / "file" / "out")]) == 1
+    assert cli.main(["demo", "--output", str(tmp_path / "file" / "out")]) == 1
     assert "cannot make the folder" in capsys.readouterr().err

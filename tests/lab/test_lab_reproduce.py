@@ -50,17 +50,34 @@ def test_the_report_has_every_artifact(folder: Path, capsys: pytest.CaptureFixtu
 def test_one_run_of_a_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "repro2019/figure2", "--toy", "--results", str(folder)]
     assert main([*command, "--row", "BN"]) == 0
-    assert "finished, test" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "finished, test" in said
+    assert "A toy" in said
     assert main([*command, "--row", "magic"]) == 1
     assert "Rows: Baseline, BN" in capsys.readouterr().err
     assert main([*command, "--seed", "77"]) == 1
     assert "has the seeds 0" in capsys.readouterr().err
 
 
-def test_artifacts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce"]) == 0
+def test_artifacts_are_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is done, how long it took and the data set, in lines of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["reproduce", "--toy", "--results", str(folder)]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in all_artifacts())
+    lines = listed.splitlines()
+    assert all(f"  {name.partition('/')[2]} " in listed for name in all_artifacts())
+    assert all(f"{paper}/ " in listed for paper in PAPERS)
+    assert max(map(len, lines)) <= 80
+    (table2,) = (line for line in lines if line.startswith("  table2 "))
+    assert table2.split()[1] == "5/5"
+    assert "digits" in table2
+
+
+def test_no_two_artifacts_have_the_same_title() -> None:
+    titles = [artifact.title for artifact in all_artifacts().values()]
+    assert len(titles) == len(set(titles))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.flat import refuse_flat_model
+from ..models.saving import guard_saving_
 from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from ..models.unwrapping import unwrap
@@ -82,6 +83,7 @@ class ScaledParameter:
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
+<<<<<<< HEAD
         one = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
         out = one if self.out is None else self.out.log_scale(padded)
         into = one if self.into is None else self.into.log_scale(padded)
@@ -93,6 +95,19 @@ class ScaledParameter:
         if not max(high - low, most - least, abs(low + high - least - most)) <= 300:
             return (out - into).exp()
         return (out - centre).exp() * (centre - into).exp()
+=======
+        # one exponential of the difference: each by itself may be out of range where their product is not
+        first, *others = self.logs(padded)
+        for other in others:
+            first = first + other
+        return first.exp()
+
+    def logs(self, padded: Tensor) -> list[Tensor]:
+        """Logarithms of the parts of the factor, which broadcast together to its shape."""
+        parts = [] if self.out is None else [self.out.log_scale(padded)]
+        parts += [] if self.into is None else [-self.into.log_scale(padded)]
+        return parts or [padded.new_zeros([1] * len(self.shape))]
+>>>>>>> main
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
@@ -180,11 +195,17 @@ class Symmetry:
         terms = {carried.name: carried.term for carried in self.carried}
         ties: list[ScaledParameter] = []
         for group in groups:
+<<<<<<< HEAD
             members = [terms[name] for name in group if name in terms]
             ties += [
                 ScaledParameter(f"tie {len(ties) + i}", torch.Size([]), members[0], other, False, 0)
                 for i, other in enumerate(members[1:])
             ]
+=======
+            tied = [terms[name] for name in group if name in terms]
+            for other in tied[1:]:
+                ties.append(ScaledParameter(f"tie {len(ties)}", torch.Size([]), tied[0], other, False, 0))
+>>>>>>> main
         return self._restricted(set(), ties) if ties else self
 
     def _restricted(self, held: set[str], ties: Sequence[ScaledParameter] = ()) -> Symmetry:
@@ -262,13 +283,15 @@ class Symmetry:
         factors = here.factors(log_scales)
         tensors = [here.values(name) for name in factors]
         _check_range(factors, tensors, here.processes)
-        padded = self._padded(log_scales)
+        padded = self.padded(log_scales)
         numbers = [(carried, carried.moved(self.model, padded)) for carried in self.carried]
         shifts = {w.name: w for w in here.moving if w.shift}
         # a factor may leave the range of half precision where what it makes of a weight does not
         exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         buffers = [carried.value(self.model) for carried in self.carried]
+        if not all(isinstance(buffer, Tensor) for buffer in buffers):
+            guard_saving_(self.model)  # numbers such as ε are in no state dict
         with tensors_kept([*tensors, *(b for b in buffers if isinstance(b, Tensor))]), self._numbers_kept():
             for name, tensor, factor in zip(factors, tensors, moved, strict=True):
                 if name in shifts:
@@ -283,7 +306,7 @@ class Symmetry:
 
     def others(self, log_scales: Tensor) -> dict[str, Tensor | float]:
         """What the numbers, statistics and shifted gains become that a factor alone does not move, by name."""
-        padded = self._padded(log_scales)
+        padded = self.padded(log_scales)
         found: dict[str, Tensor | float] = {c.name: c.moved(self.model, padded) for c in self.carried}
         for w in self.moving:
             if w.shift:
@@ -305,10 +328,11 @@ class Symmetry:
 
     def factors(self, log_scales: Tensor) -> dict[str, Tensor]:
         """The positive factor on each parameter, broadcastable to its shape, in float64."""
-        padded = self._padded(log_scales)
+        padded = self.padded(log_scales)
         return {p.name: p.factor(padded) for p in self.moving}
 
-    def _padded(self, log_scales: Tensor) -> Tensor:
+    def padded(self, log_scales: Tensor) -> Tensor:
+        """Log-scales as a `Term` asks for them: in float64, and a 0 behind them for what is frozen."""
         log_scales = torch.as_tensor(log_scales, dtype=torch.float64, device="cpu")
         if log_scales.shape != (self.num_scales,):
             raise ValueError(f"log_scales must have shape ({self.num_scales},), got {tuple(log_scales.shape)}")

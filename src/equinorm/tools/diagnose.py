@@ -166,6 +166,8 @@ class Advice:
 
 
 _ENOUGH = 8  # samples, before anything is said about units and channels
+_BEARABLE = 1e3  # by how much activations may grow or shrink over all layers
+_DEEP = 20  # convolutions
 
 
 def what_to_try(f: Findings) -> list[Advice]:
@@ -191,12 +193,19 @@ def _about_signals(f: Findings) -> list[Advice]:
     growth = _per_layer(rms)
     if growth is not None and not 0.5 < growth < 2.0:
         verb = "grow" if growth > 1 else "shrink"
+        rate, layers = max(growth, 1 / growth), len(rms)
+        overall = rate ** (layers - 1)
+        deep = overall > _BEARABLE
         found.append(
             Advice(
-                True,
-                f"Activations {verb} by a factor of {max(growth, 1 / growth):.1f} per layer on average.",
-                "At that rate a deep network cannot be trained as it is. Before training: scaled weight norm, He "
-                "initialization, or a data-dependent one (equinorm.data_dependent_init_).",
+                deep,
+                f"Activations {verb} by a factor of {rate:.1f} per layer on average, over {layers} layers by "
+                f"{_round(overall)}.",
+                "Such a network cannot be trained as it is. "
+                "Start it from data: equinorm.weight_norm_(model), then equinorm.data_dependent_init_(model, x)."
+                if deep
+                else f"{layers} layers bear that. If training starts slowly, begin from data: "
+                "equinorm.weight_norm_(model), then equinorm.data_dependent_init_(model, x).",
             )
         )
     if f.backward is not None:
@@ -207,8 +216,8 @@ def _about_signals(f: Findings) -> list[Advice]:
                 Advice(
                     False,
                     f"The gradient differs by a factor of {_round(ratio)} between layers.",
-                    "One learning rate does not fit all layers. A norm, scaled weight norm, or an optimizer that "
-                    "normalizes its steps (Adam, LARS) helps.",
+                    "One learning rate does not fit all layers. Take an optimizer that normalizes its steps "
+                    "(torch.optim.AdamW), or a norm: equinorm.convert(model, 'groupnorm', x).",
                 )
             )
     return found
@@ -226,8 +235,10 @@ def _about_units(f: Findings) -> list[Advice]:
             Advice(
                 f.real_inputs,
                 f"{100 * total:.0f} % of all units are dead on these inputs, most of them in {worst}.{noise}",
-                "Dead units neither compute nor learn. A smaller learning rate or warm-up keeps them alive, a leaky "
-                "activation revives them; in a finished model they can be pruned.",
+                "Dead units neither compute nor learn. Before training: lower the learning rate or warm up. After it: "
+                "prune them."
+                if f.real_inputs
+                else "Save a batch with torch.save(x, 'batch.pt') and run this again with --data batch.pt.",
             )
         )
     if f.dead.names and float(f.dead.saturated.amax()) > 0.1:
@@ -236,7 +247,8 @@ def _about_units(f: Findings) -> list[Advice]:
         found.append(
             Advice(
                 False, f"{share:.0f} % of the units of {worst} sit at their bound.",
-                "No gradient passes there. Smaller weights before it, or a norm.",
+                "No gradient passes there. Make the weights before it smaller, or put a norm there: "
+                "equinorm.convert(model, 'groupnorm', x).",
             )
         )  # fmt: skip
     return found
@@ -248,7 +260,8 @@ def _about_balance(f: Findings) -> list[Advice]:
         return [
             Advice(
                 False, f"No scale of this network is free ({why or 'see the plan below'}).",
-                "ENorm has nothing to do here. EquiNorm and mean shift rejection change the layers: equinorm.convert.",
+                "ENorm has nothing to do here. To train without batch statistics change the layers: "
+                "equinorm.convert(model, 'unit_filters', x).",
             )
         ]  # fmt: skip
     found = []
@@ -285,19 +298,21 @@ def _about_balance(f: Findings) -> list[Advice]:
 
 
 def _about_means(f: Findings) -> list[Advice]:
-    normed = any(isinstance(m, _BatchNorm) for m in f.symmetry.model.modules())
+    modules = list(f.symmetry.model.modules())
+    normed = any(isinstance(m, _BatchNorm) for m in modules)
     if normed or f.samples < _ENOUGH or not f.means.share:
         return []
     share = {name: float(value) for name, value in f.means.share.items()}
     high = [name for name, value in share.items() if value > 0.9]
     if len(high) < max(2, len(share) // 4):
         return []
+    convolutions = sum(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in modules)
     return [
         Advice(
             False,
             f"In {len(high)} of {len(share)} layers more than 90 % of the output's energy is a constant per channel.",
-            "The mean shift drowns the signal. EquiNorm takes it off, and in convolutions mean shift rejection does "
-            "without any statistics: equinorm.convert(model, 'equinorm' or 'msr', x).",
+            "The mean shift drowns the signal. In training, take it off: equinorm.convert(model, "
+            + ("'msr', x), which is for deep nets of convolutions." if convolutions > _DEEP else "'equinorm', x)."),
         )
     ]
 
@@ -547,7 +562,9 @@ def _compact(number: int) -> str:
 
 _CSS = """
 :root { --ink: #1b1f24; --soft: #57606a; --line: #d8dee4; --paper: #ffffff; --tint: #f6f8fa; --blue: #0072B2;
-  --vermillion: #D55E00; --green: #009E73; }
+  --vermillion: #D55E00; --green: #009E73; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --soft: #a0a4a8; --line: #383c41; --paper: #1e2125;
+  --tint: #16181b; --blue: #74bdf0; --vermillion: #ff9a52; --green: #4ecfa4; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--tint); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
@@ -570,7 +587,9 @@ section > p { margin: 0 0 .9rem; }
 .advice li.serious { border-color: var(--vermillion); }
 .advice li:last-child { margin-bottom: 0; }
 figure { margin: 1.1rem 0 0; }
-figure svg { display: block; max-width: 100%; height: auto; margin: 0 auto; }
+figure svg { display: block; max-width: 100%; height: auto; margin: 0 auto; background: #fff; border-radius: 6px; }
+@media (max-width: 40rem) { main { padding: 1rem .6rem 2rem; } section { padding: .9rem; } figure { overflow-x: auto; }
+  figure svg { min-width: 34rem; } }
 figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
 details summary { cursor: pointer; color: var(--blue); font-weight: 600; }
 .wide { overflow-x: auto; margin-top: .75rem; }
@@ -579,10 +598,10 @@ th { text-align: left; color: var(--soft); font-weight: 600; border-bottom: 1px 
   padding: .3rem .6rem; }
 td { padding: .22rem .6rem; vertical-align: top; white-space: nowrap; }
 td:last-child { white-space: normal; min-width: 16rem; color: var(--soft); }
-tr.first td { border-top: 1px solid #eef1f4; }
+tr.first td { border-top: 1px solid var(--line); }
 td.free { color: var(--green); } td.frozen { color: var(--vermillion); }
 footer { color: var(--soft); font-size: .88rem; }
-@media print { body { background: #fff; } section, .card { break-inside: avoid; border-color: #bbb; } }
+@media print { body { background: #fff; color: #000; } section, .card { break-inside: avoid; border-color: #bbb; } }
 """
 
 __all__ = ["Advice", "Findings", "diagnose", "measure", "page", "random_batch", "read_data", "what_to_try"]

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,18 +175,22 @@ def _powers_of_two(symmetry: Symmetry, log_scales: Tensor) -> Tensor:
     return (log_scales / unit).round() * unit
 
 
+def _power_of_two(factor: Callable[[], Tensor]) -> Tensor:
+    """The factor without the rounding of its exponential."""
+    return torch.exp2(torch.log2(factor()).round(decimals=9))
+
+
 def plan_of(bound: pretrained.Bound, fitted: Fitted) -> pretrained.Plan:
     """What has to be written into a folder."""
     symmetry = fitted.symmetry
     buffers = [c.name for c in symmetry.carried if _stored(c, symmetry.model)]
     if buffers:
         raise UserError(f"running statistics would move too ({buffers[0]}), which folders cannot be written with yet")
-    factors = {
-        name: factor for name, factor in symmetry.factors(fitted.log_scales).items() if bool((factor != 1).any())
-    }
-    exact = {name: torch.exp2(torch.log2(factor).round(decimals=9)) for name, factor in factors.items()}
     return pretrained.Plan(
-        factors={bound.canonical(name): factor for name, factor in exact.items()},
+        factors={
+            bound.canonical(name): partial(_power_of_two, factor)
+            for name, factor in pretrained.factors_when_due(symmetry, fitted.log_scales).items()
+        },
         shifts={bound.canonical(w.name): w.shift for w in symmetry.moving if w.shift},
         counts={bound.canonical(w.name) for w in symmetry.parameters if w.multiplicative},
         p=2.0,

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -38,6 +39,7 @@ from ..symmetry import ScaledParameter, Symmetry, Term
 from ..symmetry.capture import PLAIN_DTYPES
 from . import verify
 from .checkpoints import Checkpoint, first_line, same_bits
+from .epsilon import entries_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -257,6 +259,12 @@ class Bound:
         found = self._group_of[canonical].values(get)
         return next(tensor for own, tensor in found.items() if self._canonical[own] == canonical)
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """All entries, those too that the folder leaves at their defaults."""
+        config: Any = self.model.config
+        return {**config.to_dict(), **self.folder.config}
+
     def canonical(self, name: str) -> str:
         """The first of the names of a tensor of the model."""
         return self._canonical[name]
@@ -398,7 +406,8 @@ def parts(symmetry: Symmetry) -> list[Part]:
 class Plan:
     """What is going to be written: factors on parameters, and entries of the config."""
 
-    factors: dict[str, Tensor]  # by the first name of the parameter
+    factors: dict[str, Callable[[], Tensor]]
+    """By the first name of the parameter; made when its file is written: all of them are as large as the model."""
     counts: set[str]  # parameters that count in the norm
     p: float
     config: dict[str, Any] = field(default_factory=dict)
@@ -452,11 +461,19 @@ def balanced(
             passes, size = passes + found.passes * numbers, size + numbers
             part.tensors = {}
     return Plan(
-        factors={bound.canonical(name): factor for name, factor in symmetry.factors(log_scales).items()},
+        factors={bound.canonical(name): factor for name, factor in factors_when_due(symmetry, log_scales).items()},
         counts={bound.canonical(w.name) for w in symmetry.parameters if counts(w)},
         p=p, imbalance=imbalance, iterations=iterations, converged=converged, num_scales=symmetry.num_scales, held=held,
         held_in=tuple(held_in), passes=passes / max(size, 1), value_before=before, value_after=after,
+        config=entries_of(symmetry, log_scales, bound.config),
     )  # fmt: skip
+
+
+def factors_when_due(symmetry: Symmetry, log_scales: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """What makes the factor on each parameter that a scale moves, by its name."""
+    padded = symmetry.padded(log_scales)
+    moved = (w for w in symmetry.moving if any(bool(log.any()) for log in w.logs(padded)))
+    return {w.name: partial(w.factor, padded) for w in moved}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -588,7 +605,7 @@ def _rescaled_shard(bound: Bound, plan: Plan, keys: list[str], norms: _Norms) ->
                 counts = norms.begin(canonical)
                 if factor is not None:
                     shift = plan.shifts.get(canonical, 0.0)
-                    values[name], moved = rescaled(value, factor, norms if counts else None, shift), True
+                    values[name], moved = rescaled(value, factor(), norms if counts else None, shift), True
                 elif counts:
                     for piece in value.reshape(-1).split(CHUNK):
                         norms.add(piece, piece)

@@ -1,4 +1,4 @@
-"""What goes with every measurement, how it is summed up, and where it is written."""
+"""What goes with every measurement, how it is summed up, shown in the columns there are, and where it is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 from ...files import write_text
 from ..training.trainer import about
@@ -60,17 +62,43 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 def show(items: Iterable[RenderableType], console: Console | None = None, width: int = 150) -> str:
     """Print to the terminal, and return the same as plain text."""
-    items, text = list(items), io.StringIO()
-    plain = Console(file=text, width=width)
+    text = io.StringIO()
+    plain, terminal = Console(file=text, width=width), console or Console()
     for item in items:
-        for target in (console or Console(), plain):
-            target.print(item, markup=False, highlight=False)
+        for target in (terminal, plain):
+            parts = in_parts(item, target.width) if isinstance(item, Table) else [item]
+            for part in parts:
+                target.print(part, markup=False, highlight=False)
     return text.getvalue()
 
 
+def in_parts(table: Table, width: int) -> list[Table]:
+    """The table, or if it is too wide, tables of some of its columns each, with the first column in front of each."""
+    needs = [max(cell_len(str(cell)) for cell in (column.header, *column.cells)) + 3 for column in table.columns]
+    groups: list[list[int]] = [[]]
+    for i, need in enumerate(needs[1:], 1):
+        if groups[-1] and 1 + needs[0] + sum(needs[j] for j in groups[-1]) + need > width:
+            groups.append([])
+        groups[-1].append(i)
+    if len(groups) == 1:
+        return [table]
+    parts = []
+    for number, group in enumerate(groups):
+        part = Table(title=None if number else table.title, title_justify="left", show_header=table.show_header)
+        chosen = [table.columns[i] for i in (0, *group)]
+        for column in chosen:
+            part.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
+        for cells in zip(*(column.cells for column in chosen), strict=True):
+            part.add_row(*cells)
+        parts.append(part)
+    return parts
+
+
 def save(out: Path, name: str, text: str, rows: Iterable[Any], about_it: dict[str, Any]) -> list[Path]:
-    """Write NAME.txt for readers and NAME.json with every number."""
+    """Write NAME.txt for readers and NAME.json with every number; of a quick run NAME_quick, and it says so."""
     out.mkdir(parents=True, exist_ok=True)
+    if about_it.get("quick"):
+        name += "_quick"
     head = "".join(f"{key}: {_words(value)}\n" for key, value in about_it.items())
     write_text(out / f"{name}.txt", f"{head}\n{text}")
     content = {**about_it, "rows": [asdict(row) for row in rows]}

@@ -49,6 +49,8 @@ def run(
     _check("network or run", only, dict.fromkeys(name for part in parts or PARTS for name in names[part]))
     _check("variant", variants, dict.fromkeys(v.name for network in networks.values() for v in network.variants))
     bench = _Bench(where, out, only, variants, mode, quick, repeats, time.monotonic() + 60 * minutes)
+    if quick:
+        bench.console.print("quick: " + bench.about["quick"], highlight=False)
     for name in parts or PARTS:
         (PARTS | ON_REQUEST)[name](bench)
     return bench.written
@@ -75,7 +77,9 @@ class _Bench:
     ) -> None:
         self.device, self.out, self.only, self.variants = device, out, only, variants
         self.mode, self.quick, self.repeats, self.end = mode, quick, repeats, end
-        self.about, self.about_cpu = facts(device), facts(torch.device("cpu"))  # as it is before the work begins
+        tag = {"quick": "tiny sizes, to see that it runs: these are no measurements"} if quick else {}
+        self.about = facts(device) | tag  # as it is before the work begins
+        self.about_cpu = facts(torch.device("cpu")) | tag
         self.console = Console()
         self.written: list[Path] = []
 
@@ -142,7 +146,7 @@ def _scaling(bench: _Bench) -> None:
         found = scaling.measure(bench.device, bench.quick, bench.repeats, say)
     text = show([scaling.table(found)], bench.console)
     bench.written += save(bench.out, f"bench_scaling{bench.suffix}", text, found, bench.about)
-    picture = bench.out / f"bench_scaling{bench.suffix}.png"
+    picture = bench.out / f"bench_scaling{bench.suffix}{'_quick' * bench.quick}.png"
     scaling.draw(found, picture, bench.about["hardware"])
     bench.written.append(picture)
 
@@ -150,7 +154,7 @@ def _scaling(bench: _Bench) -> None:
 def _balance(bench: _Bench) -> None:
     rows = []
     small = [name for name in balance.NETWORKS if " x " in name]
-    names = [name for name in (small if bench.quick else balance.NETWORKS) if bench.wanted(name)]
+    names = [name for name in (small if bench.quick and not bench.only else balance.NETWORKS) if bench.wanted(name)]
     try:
         for name in names:
             with bench.trying(name), warnings.catch_warnings():

@@ -287,7 +287,7 @@ NORMALIZED = Artifact(
 FRESH_STATISTICS = replace(
     LESS_MIXUP,
     name="defazio2018/variants-statistics",
-    title="The same with statistics of images that are not mixed (ours)",
+    title="Figure 3 and less mixup, statistics of images not mixed (ours)",
     protocol=f"{LESS_MIXUP.protocol}\nThe networks of `defazio2018/variants-mixup`, tested with running statistics "
     "that are taken anew at the end, of 50 batches of training images, augmented and not mixed: those that training "
     "leaves are of mixed images, and test images are not.",

@@ -91,7 +91,7 @@ def _best_at_most(means: Means) -> bool:
 
 FIGURE_2 = Artifact(
     name="repro2019/figure2",
-    title="Fully connected nets on CIFAR-10: test accuracy over depth",
+    title="Fully connected nets on CIFAR-10, He's initialization",
     says="ENorm is ahead of the baseline at almost all depths and ENorm + BN is the best at most; BN lies between.",
     protocol=f"{PROTOCOL}\n{RATES}.",
     cells=grid(LEARNING_RATES, DEPTHS, fc_run, n=RUNS),
@@ -126,7 +126,7 @@ COULD_RUN, BEYOND = DEPTHS[:5], DEPTHS[5:]
 
 FIGURE_3 = Artifact(
     name="repro2019/figure3",
-    title="The same nets with biases",
+    title="Fully connected nets with biases, He's initialization",
     says="With biases ENorm's loss is NaN beyond 9 intermediary layers; where it runs it is ahead of the baseline, and "
     "both are slightly better than without biases.",
     protocol=f"{PROTOCOL}\nBiases start at 0 and use the learning rates of the nets without. «Plain» rescales biases "

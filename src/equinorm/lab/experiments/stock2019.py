@@ -267,7 +267,7 @@ def fc_figures(choices: Choices) -> list[Artifact]:
 
     figure_4 = Artifact(
         name="stock2019/figure4",
-        title="Fully connected nets on CIFAR-10: test accuracy over depth",
+        title="Fully connected nets on CIFAR-10, Xavier's initialization",
         says="The baseline decreases substantially with depth, BN slowly; ENorm with c = 1.2 outperforms the baseline, "
         "BN, GN and Path-SGD in all cases.",
         protocol=protocol(*FIGURE_4_ROWS),
@@ -656,7 +656,7 @@ def nv_table(number: int, momentum: float, implicit: bool, choices: Choices, sma
     rows, batches = (NV_ROWS, BATCHES) if implicit else (NV_ROWS[:5], BATCHES[:5])
     return Artifact(
         name=f"stock2019/table{number}",
-        title=f"CIFAR-NV on CIFAR-10, {'with' if momentum else 'no'} momentum",
+        title=f"CIFAR-NV on CIFAR-10, {'with' if momentum else 'no'} momentum{', implicit ENorm too' * implicit}",
         says=IMPLICIT_SAYS if implicit else EXPLICIT_SAYS,
         protocol=nv_protocol(_of(rows, choices), _of(rows, small)),
         cells=grid(

@@ -26,7 +26,7 @@ def draw(results: Sequence[Result]) -> Figure | None:
     lines = [(result, numbers) for result, numbers in lines if numbers]
     if not lines:
         return None
-    made = canvas(8.0, 1.3 + 0.3 * len(lines))
+    made = canvas(5.6, 1.2 + 0.25 * len(lines))  # narrow, so that a phone shows it legibly
     axes = made.subplots()
     for height, (_, numbers) in enumerate(lines):
         for verdict, colour, marker, _ in _LOOKS:
@@ -41,9 +41,9 @@ def draw(results: Sequence[Result]) -> Figure | None:
     axes.set_yticks(range(len(lines)), [result.artifact.name for result, _ in lines])
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xlim(-_FARTHEST - 0.3, _FARTHEST + 0.3)
-    axes.set_xlabel(f"our accuracy minus the paper's, in points (at the edge: {_FARTHEST:g} or more)")
-    axes.set_title("Every accuracy that a paper prints and we have measured", loc="left", fontsize=11)
-    made.legend(loc="outside lower left", frameon=False, ncols=3, fontsize=9)
+    axes.set_xlabel(f"points of accuracy (at the edge: {_FARTHEST:g} or more)")
+    axes.set_title("Our accuracies minus the papers'", loc="left", fontsize=11)
+    made.legend(loc="outside lower left", frameon=False, ncols=3, fontsize=9, handletextpad=0.2, columnspacing=1.2)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="0.9", linewidth=0.8)
