@@ -44,7 +44,7 @@ def llama(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> P
     torch.manual_seed(0)
     with transformer.quiet():
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, **options}))
-        model.model.layers[1].mlp.down_proj.weight.mul_(1e8)
+        model.model.layers[1].mlp.down_proj.weight.mul_(1e7)
         model.to(dtype).save_pretrained(folder)
     torch.save({"input_ids": TOKENS}, folder.parent / "inputs.pt")
     return folder

@@ -246,13 +246,14 @@ class Quadratic:
             shift = shift.masked_fill(shift == NEVER, 0.0)
             u, v = (row - a_row + shift - centre).exp(), (v_log - shift).exp()
             self.entries.append((u, v, light))
-            y_row, y_column = u * times(matrix, v), v * times(matrix.mT, u)
-            masses += [y_row.view(-1), y_column.view(-1)]
             if guess is not None:
+                y_row, y_column = u * times(matrix, v), v * times(matrix.mT, u)
+                masses += [y_row.view(-1), y_column.view(-1)]
                 extra.append((y_row * a_row + u * times(matrix, v * a_column)).view(-1))
                 extra.append((y_column * a_column + v * times(matrix.mT, u * a_row)).view(-1))
         empty = function.exponent.new_zeros(0)
-        self.mass = torch.cat([empty, *masses])
+        # without a guess these are the present masses, which are known
+        self.mass = torch.cat([empty, *masses]) if guess is not None else (point.log_mass - centre).exp()
         k = function.exponent
         pull = self.mass + torch.cat(extra) if extra else self.mass
         self.gradient = function.scatter(k * pull)

@@ -75,7 +75,7 @@ def config_entries(folder: str, symmetry: Symmetry, arguments: Iterable[str] = (
     {'layer_norm_epsilon': ['encoder.block.0.layer.0.layer_norm.variance_epsilon', ...]}
     """
     config = pretrained.Pretrained.read(Path(folder).expanduser()).config
-    numbers = [c for c in symmetry.carried if isinstance(c.value(symmetry.model), float)]
+    now = {c.name: c.value(symmetry.model) for c in symmetry.carried}
     found: dict[str, list[str]] = {}
     empty = sources.empty_transformer(folder, arguments).model
     defaults = vars(empty.config)  # an entry that the file leaves out has its default
@@ -84,7 +84,8 @@ def config_entries(folder: str, symmetry: Symmetry, arguments: Iterable[str] = (
         if not isinstance(value, float):
             continue
         other = sources.empty_transformer(folder, [*arguments, f"{key}={value * 2!r}"]).model
-        moved = [c.name for c in numbers if c.value(other) == 2 * value and c.value(empty) == value]
+        follow = [c.name for c in symmetry.carried if c.value(other) == 2 * value and c.value(empty) == value]
+        moved = [name for name in follow if now[name] == value]
         if moved:
             found[key] = moved
     return found
@@ -131,8 +132,9 @@ def fit(
     For a folder of transformers, the ε of norms that share an entry of its config change together, and those without an
     entry stay.
     """
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     try:
-        symmetry = trace(model, inputs[0], invariances=True, keep=keep, verify=False)
+        symmetry = trace(model, _cast(inputs[0], own), invariances=True, keep=keep, verify=False)
     except (TraceError, ValueError) as error:
         raise UserError(str(error)) from error
     entries = {} if folder is None else config_entries(folder, symmetry, arguments)
