@@ -304,7 +304,7 @@ def test_the_binary_loss_is_that_of_mixed_targets(tmp_path: Path) -> None:
     for value, exact in zip(torch.autograd.grad(found, logits), torch.autograd.grad(expected, logits), strict=True):
         assert value.isfinite().all()
         torch.testing.assert_close(value, exact)
-    with pytest.raises(ValueError, match="loss must be cross_entropy or binary, got 'hinge'"):
+    with pytest.raises(ValueError, match="loss must be cross_entropy or smoothed or binary, got 'hinge'"):
         train(replace(BASE, loss="hinge"), Store(tmp_path))
 
 

@@ -96,10 +96,10 @@ class Layers:
         self.by_role[role].append(layer)
         return layer
 
-    def linear(self, a: int, b: int) -> nn.Module:
-        """A hidden linear layer, which a ReLU follows."""
+    def linear(self, a: int, b: int, role: Role = "rectified") -> nn.Module:
+        """A hidden linear layer."""
         layer = self._layer(nn.Linear, nn.Linear, a, b)
-        self.by_role["rectified"].append(layer)
+        self.by_role[role].append(layer)
         return layer
 
     def norm(self, channels: int, ndim: int = 4) -> nn.Module:

@@ -24,7 +24,8 @@ class RowLSTM(nn.Module):
     def __init__(self, make: Layers, inputs: int, width: int) -> None:
         super().__init__()
         self.width = width
-        self.from_input, self.from_state = make.linear(inputs, 4 * width), make.linear(width, 4 * width)
+        self.from_input = make.linear(inputs, 4 * width, role="linear")
+        self.from_state = make.linear(width, 4 * width, role="linear")
         self.norm = make.norm(4 * width, ndim=2)
         self.bias = nn.Parameter(torch.zeros(4 * width))
         with torch.no_grad():
