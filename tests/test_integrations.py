@@ -320,13 +320,33 @@ SCRIPT = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "integrat
 
 def test_a_table_of_a_log() -> None:
     log = """
+commit: 0123abcd
+hardware: 2 CPU cores
 row | torch.compile | as eager | torch 2.13.0 | passed | test_a[1]
 row | torch.compile | as eager | torch 2.13.0 | xfailed | test_a[2]
 row | AMP | bfloat16 | torch 2.13.0, timm 1.0 | passed | test_b
-== 3 passed in 2 s =="""
+row | timm | its optimizers | timm 1.0 | passed | test_timm[sgd]
+row | timm | its optimizers | timm 1.0 | failed | test_timm[adam]
+row | timm | those of others | timm 1.0 | skipped | test_timm_on_a_gpu[fusedadam]
+== 4 passed, 1 skipped in 2 s =="""
     assert SCRIPT["table"](log).splitlines()[2:] == [
         "| AMP | bfloat16 | torch 2.13.0, timm 1.0 | yes | 1 |",
+        "| timm | its optimizers | timm 1.0 | **no**, yes | 2 |",
+        "| timm | those of others | timm 1.0 | not run | 1 |",
         "| torch.compile | as eager | torch 2.13.0 | **not yet**, yes | 2 |",
     ]
+    assert SCRIPT["optimizers_of_timm"](log).splitlines()[2:] == [
+        "| works | 1 | sgd |",
+        "| works: **no** | 1 | adam |",
+        "| needs CUDA: not run | 1 | fusedadam |",
+        "| all | 3 | |",
+    ]
+    assert "commit 0123abcd, 2 CPU cores; unknown; 4 passed, 1 skipped." in SCRIPT["source"](log)
     with pytest.raises(ValueError, match="needs the two markers"):
         SCRIPT["page_with"]("no table here", "| a |")
+
+
+def test_the_page_says_what_the_committed_log_says() -> None:
+    page, log = (SCRIPT[name].read_text(encoding="utf-8") for name in ("PAGE", "LOG"))
+    assert SCRIPT["page_with"](page, SCRIPT["made"](log)) == page, "run python scripts/integrations_table.py"
+    assert not [row for row in SCRIPT["rows"](log) if row.outcome in ("failed", "error")]

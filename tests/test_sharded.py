@@ -704,7 +704,9 @@ def refused() -> dict[str, str]:
 
     parallel = DistributedDataParallel(net("residual"))
     zero = ZeroRedundancyOptimizer(parallel.parameters(), SGD, lr=0.1)
-    note("ZeroRedundancyOptimizer", lambda: equinorm.ENorm(parallel, zero, images))
+    note("ZeroRedundancyOptimizer, ENorm", lambda: equinorm.ENorm(parallel, zero, images))
+    note("ZeroRedundancyOptimizer, MSR", lambda: equinorm.MeanShiftRejection(parallel, zero, luma=0.0))
+    note("ZeroRedundancyOptimizer, filters", lambda: equinorm.UnitFilters(parallel, zero, layers="hidden"))
 
     sharded = net("residual")
     fsdp_(sharded, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -730,7 +732,9 @@ def test_what_is_refused_is_named_with_the_remedy(ranks: Pools) -> None:
             message = messages.pop(f"FSDP1, {what}")
             assert message.startswith("TypeError: FullyShardedDataParallel (FSDP1)")
             assert "fully_shard (FSDP2)" in message
-        assert messages.pop("ZeroRedundancyOptimizer").startswith("TypeError: ZeroRedundancyOptimizer keeps the state")
+        for what in ("ENorm", "MSR", "filters"):
+            message = messages.pop(f"ZeroRedundancyOptimizer, {what}")
+            assert message.startswith("TypeError: ZeroRedundancyOptimizer keeps the state")
         assert "give symmetry= afterwards" in messages.pop("traced after sharding")
         assert "leave it at 'auto'" in messages.pop("backend")
         own = ("Muon", "Range", "Path", "OwnCriterion")

@@ -42,7 +42,8 @@ Model = Annotated[
     Positional[str],
     arg(
         metavar="MODEL",
-        help="module:callable, file.py:callable, torchvision:NAME, timm:NAME or hf:FOLDER (nothing is downloaded).",
+        help="module:callable, file.py:callable, torchvision:NAME, timm:NAME or hf:FOLDER. Nothing is downloaded. A "
+        "module or file is imported, which runs the code in it: name only what you trust.",
     ),
 ]
 CheckpointFile = Annotated[
@@ -402,6 +403,8 @@ class Diagnose:
     def run(self) -> None:
         from .tools import diagnose
 
+        if self.samples < 1:
+            raise _user_error(f"--samples must be at least 1, got {self.samples}")
         _check_place(self.output, self.force)
         data = None if self.data is None else diagnose.read_data(self.data)
         work = _Work.begin(self)
@@ -460,6 +463,113 @@ class Compare:
         if Path(name).is_file():
             raise UserError(f"which model is {name} a checkpoint of? Name it, such as --model torchvision:resnet18")
         return _Work.begin(Trace(name, None, self.input, self.model_args))
+
+
+@dataclass(frozen=True)
+class Fit16:
+    """Bring every weight and activation into float16's range by exact rescaling, with the ε of norms, or say what
+    cannot be. Without --output nothing is written. The model is run in float64, in memory."""
+
+    model: Model
+    checkpoint: CheckpointFile = None
+    inputs: Annotated[
+        Path | None,
+        arg(
+            metavar="FILE",
+            help="What activations are measured on: a .pt file with what the model is called with (a tensor, a tuple "
+            "or a dict), or a list of such batches.",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        arg(
+            metavar="FILE",
+            help="Where to write: a new folder for hf:FOLDER, whose config gets the new ε; else a file like the "
+            "checkpoint, and beside it FILE.epsilons.json.",
+        ),
+    ] = None
+    dtype: Annotated[Literal["float16", "bfloat16"], arg(help="Whose range (float16).")] = "float16"
+    headroom: Annotated[float, arg(help="How many times larger than measured an activation may become (4).")] = 4.0
+    model_args: ModelArgs = ()
+    keep: Keep = ()
+    json: Json = False
+    force: Force = False
+
+    def run(self) -> None:
+        import torch
+
+        from .errors import UserError
+        from .tools import fit16
+
+        if self.inputs is None:
+            raise UserError("which inputs? Activations are measured on them: save some with torch.save, --inputs FILE")
+        inputs = fit16.read_inputs(self.inputs)
+        with _step(f"reading {self.model}"):
+            opened = fit16.opened(self.model, self.checkpoint, self.model_args)
+        folder = opened.folder
+        if self.output is not None and opened.checkpoint is None:
+            raise UserError("there is no checkpoint to write anew: its weights are random")
+        if self.output is not None:
+            _check_folder(self.output) if folder is not None else _check_output(self.output, self.force)
+        dtype = getattr(torch, self.dtype)
+        with _step("running the model"):
+            exact = fit16.exact_outputs(opened.model, inputs)
+            before = fit16.state_in(opened.model, inputs, dtype, exact)
+        with _step("looking for scales"):
+            try:
+                fitted = fit16.fit(opened.model, inputs, folder, self.model_args, dtype, self.headroom, self.keep)
+            except (ValueError, OverflowError) as error:
+                raise UserError(str(error)) from error
+        after = fit16.state_in(fitted.moved(), inputs, dtype, exact)
+        say = _nothing if self.json else print
+        for line in (f"before: {before}", f"after:  {after}", fitted):
+            say(line)
+        change = None
+        if self.output is not None:
+            with _step(f"writing {self.output}"):
+                if folder is not None:
+                    change = fit16.write_folder(folder, self.model_args, fitted, inputs, self.output)
+                else:
+                    assert opened.checkpoint is not None
+                    change = fit16.write_file(fitted, opened.checkpoint, inputs, self.output)
+            say(f"written: {self.output} (outputs in float64 moved by {change:.1e})")
+            if folder is None and fitted.numbers:
+                say(f"ε of {len(fitted.numbers)} norms: {fit16.epsilons_beside(self.output)}; give them to your model")
+        else:
+            say("nothing written: give --output for that")
+        if self.json:
+            _print_json(
+                {"model": self.model, "before": asdict(before), "after": asdict(after), "excess": fitted.excess,
+                 "config": fitted.config, "notes": fitted.notes, "output_change": change}
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mappings:
+    """List where a diagonal can move between layers: the mappings of SmoothQuant and AWQ, proved in float64. For
+    hf:FOLDER the config is enough, no weight is read."""
+
+    model: Model
+    format: Annotated[
+        Literal["text", "llm-compressor"], arg(help="For people, or as a recipe that llm-compressor reads.")
+    ] = "text"
+    input: Inputs = ()
+    model_args: ModelArgs = ()
+    json: Json = False
+
+    def run(self) -> None:
+        from .tools import mappings
+
+        found, change = mappings.of_model(self.model, self.model_args, self.input, _step)
+        if self.json:
+            rows = [{"smooth": row.patterns[0], "balance": row.patterns[1], **asdict(row)} for row in found]
+            _print_json({"model": self.model, "mappings": rows})
+        elif self.format == "text":
+            print(mappings.table(found))
+            print(change)
+        else:
+            print(mappings.recipe(found))
+            print(change, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -594,6 +704,9 @@ class Campaign:
 
     list: Annotated[bool, arg(help="Print what is done and what is left, and train nothing.")] = False
     choose: Annotated[bool, arg(help="Write the settings that the tuning runs decided into the recipe.")] = False
+    merge: Annotated[
+        tuple[Path, ...], arg(metavar="FILE", help="Take over runs that a sitting brought back: its runs.jsonl.")
+    ] = ()
     item: Annotated[
         Patterns, arg(metavar="ITEM", help="Only this item, artifact or paper. Repeat it for several.")
     ] = ()
@@ -616,12 +729,15 @@ class Campaign:
         from .lab.training.store import Store
 
         store, items = Store(_results(self.results, self.toy)), campaign.named(self.item)
+        for file in self.merge:
+            merged = store.merge(file)
+            print(f"{file}: {len(merged.added)} new, {len(merged.present)} known, {len(merged.damaged)} not whole")
         if self.choose:
             changed = campaign.write_chosen(store)
             print(f"{campaign.CHOSEN}: {'written' if changed else 'as it was'}")
         if self.list:
             print(campaign.table(campaign.standing(store, items, toy=self.toy)))
-        if self.choose or self.list:
+        if self.choose or self.list or self.merge:
             return
         done = campaign.work(
             store, items, minutes=self.minutes, sitting=self.sitting, toy=self.toy, data_dir=self.data_dir,
@@ -771,6 +887,8 @@ Command = (
     | Annotated[Methods, tyro.conf.subcommand("methods")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Fit16, tyro.conf.subcommand("fit16")]
+    | Annotated[Mappings, tyro.conf.subcommand("mappings")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]

@@ -39,6 +39,17 @@ def replacing(path: Path) -> Iterator[Path]:
         to_disk(path.parent)
 
 
+def set_aside(path: Path) -> Path:
+    """Give something damaged another name, which is returned: "run.pt" becomes "run.pt.damaged", or ".damaged2".
+
+    >>> set_aside(Path("unfinished/run.pt"))
+    """
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in (0, *range(2, 1000)))
+    aside = next(name for name in names if not name.exists())
+    os.replace(path, aside)
+    return aside
+
+
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder`; it gets that name, whole, when the block ends without an exception.

@@ -70,6 +70,46 @@ def test_functions_in_the_code_of_a_module_become_caps() -> None:
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
 
 
+class Block(nn.Module):
+    """One ReLU6 that is called twice, as in EfficientNet-lite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Conv2d(5, 7, 1), nn.Conv2d(7, 5, 1), nn.ReLU6()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.second(self.act(self.first(x))))
+
+
+class Around(nn.Module):
+    """A ReLU6 that is called before and after blocks with caps of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head, self.act = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 6, 1), nn.ReLU6()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.head(self.blocks(self.act(self.stem(x))))).mean((2, 3)) @ x.new_ones(6, 1)
+
+
+def test_calls_inside_of_blocks_that_get_caps_are_theirs() -> None:
+    """The outer module's last ReLU6 kept no cap: the calls of its blocks were counted as its own."""
+    torch.manual_seed(0)
+    model, x = Around(), images()
+    capped, report = equinorm.convert(model, "caps", x)
+    assert {row.module for row in report.converted} == {"", "blocks.0", "blocks.1"}
+    torch.testing.assert_close(capped(x), model(x), rtol=0, atol=0)
+    for name, cap in capped.named_parameters():
+        if "caps" in name:  # every cap is used
+            assert torch.autograd.grad((capped(x) * 1e3).sum(), cap, allow_unused=True)[0] is not None, name
+    assert isinstance(capped.caps, FunctionCaps)
+    assert capped.caps.calls == ((6.0, 0), (6.0, 1))
+    twin, y, sym = double_and_trace(capped, x)
+    assert sym.num_scales == 5 + 2 * (7 + 5)
+    assert_function_kept(twin, y, sym)
+
+
 def test_the_gradient_is_that_of_relu6() -> None:
     model, x = Functions(), images()
     capped, _ = equinorm.convert(model, "caps", x)

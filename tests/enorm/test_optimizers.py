@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from equinorm import unitfilters
 from equinorm.enorm import optimizer_state as optimizers
 from equinorm.enorm.optimizer_state import (
     carry_state_,
@@ -50,6 +51,10 @@ class Lion(Optimizer):
                 average.lerp_(p.grad, 0.01)
 
 
+OWN: dict[str, type[Optimizer]] = {"Lion": Lion, "MuonForFilters": unitfilters.Muon}
+"""Those that torch does not have."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One optimizer with one set of options."""
@@ -66,7 +71,7 @@ class Case:
 
     @property
     def optimizer_class(self) -> type[Optimizer]:
-        return Lion if self.name == "Lion" else getattr(torch.optim, self.name)
+        return OWN.get(self.name) or getattr(torch.optim, self.name)
 
     def build(self, params: list[Tensor], **options: Any) -> Optimizer:
         return self.optimizer_class(params, **{"lr": self.gathering_lr, **self.options, **options})
@@ -101,9 +106,10 @@ def _cases() -> Iterator[Case]:
     for nesterov in (False, True):
         yield Case("Muon", {"nesterov": nesterov}, shapes=((3, 4), (4, 2)))
     yield Case("Lion", {"weight_decay": 0.1})
+    yield Case("MuonForFilters", {"weight_decay": 0.1}, shapes=((3, 4), (2, 3, 2, 2)))
 
 
-CASES = [case for case in _cases() if case.name == "Lion" or hasattr(torch.optim, case.name)]
+CASES = [case for case in _cases() if case.name in OWN or hasattr(torch.optim, case.name)]
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 # one per class, with as many state keys as it can have
 RICHEST = {

@@ -182,6 +182,14 @@ def test_a_compiled_step_calls_what_is_attached(kind: Any) -> None:
 WITHOUT = "AdamW has made steps already and this ENorm begins anew: if training is resumed, load its state too"
 
 
+def test_an_optimizer_that_begins_with_state_has_made_no_step() -> None:
+    """Adagrad has its sums before the first step: nothing is resumed, so there is no warning."""
+    model = net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    with equinorm.ENorm(model, optimizer, X, c=1.3).attach():
+        train(model, [optimizer], 2)
+
+
 def test_a_resumed_optimizer_without_the_state_of_safe_biases() -> None:
     model = net()
     optimizer = adamw(model.parameters())

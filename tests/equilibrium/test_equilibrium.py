@@ -33,6 +33,7 @@ from equinorm.equilibrium import (
     spatial_ratio,
     swap_channels,
 )
+from equinorm.equilibrium.functional import with_offset
 from equinorm.equilibrium.reference import equinorm_conv
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
 from support.grids import diagonal
@@ -908,3 +909,19 @@ def test_trains() -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     mp.spawn(run_rank, (str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("shape", [(3, 4, 5, 6), (5, 2, 7), (2, 3, 2, 3, 4), (4, 3)])
+def test_sums_sample_by_sample_are_the_same_sums(shape: tuple[int, ...], fraction: float) -> None:
+    """The form that `torch.compile` fuses, with its gradients."""
+    x = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+    offset = torch.rand(shape[1], dtype=torch.float64, requires_grad=True)
+    broadcast = offset.view(-1, *(1,) * (len(shape) - 2))
+    found = []
+    for y, by_sample in ((with_offset(x, offset), True), (x + broadcast, False)):
+        means = input_means(y.square(), fraction, by_sample=by_sample)
+        found.append([y, means, *torch.autograd.grad(means.square().sum() + y.sum(), (x, offset))])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert with_offset(x.bfloat16(), offset.float()).dtype == torch.bfloat16

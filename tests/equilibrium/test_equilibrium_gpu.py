@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from equinorm.msr import (
     mean_shift_rejection_,
     parameter_groups,
 )
-from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormLinear
+from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormLinear, SummingReLU
 from support.never_waiting import never_waiting
 
 DEVICE = "cuda"
@@ -143,6 +144,59 @@ def test_a_sum_and_a_relu_that_follow(dtype: torch.dtype, channels_last: bool) -
                 {"output": y.detach(), **{str(i): g for i, g in enumerate(gradients)}, **dict(own.named_buffers())}
             )
         assert_close(*found, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+class Pairs(nn.Module):
+    """Two layers behind one ReLU, a sum, and a ReLU in place behind that."""
+
+    def __init__(self, relu: Any, follows: float | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = EquiNormConv2d(16, 64, 3, padding=1, stats_fraction=0.5)
+        self.second = EquiNormConv2d(64, 64, 3, padding=1, stats_fraction=0.5, momentum=None)
+        self.shortcut = EquiNormConv2d(64, 64, 1, stats_fraction=0.5)
+        self.third = EquiNormConv2d(64, 96, 3, stride=2, stats_fraction=0.5)
+        self.relu, self.last = relu(False), relu(True)
+        self.first.relu_follows = follows
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.first(x))
+        return self.third(self.last(self.second(y) + self.shortcut(y)))
+
+
+@pytest.mark.parametrize("channels_last", [True, False], ids=["channels last", "contiguous"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+def test_relus_that_leave_sums(autocast: torch.dtype | None, channels_last: bool) -> None:
+    """Three times, since launches are remembered; and no layer but the first reads its input for the statistics."""
+    torch.manual_seed(1)
+    x = torch.rand(9, 16, 28, 28, device=DEVICE)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    module = kernels("equinorm.equilibrium.kernels", x)
+    run, sums, found = module.run, [], []
+
+    def watched(*given: Any) -> Any:
+        sums.append(given[-1])
+        return run(*given)
+
+    for relu, follows, plain in ((partial(SummingReLU, fraction=0.5), 0.5, False), (nn.ReLU, None, True)):
+        model = Pairs(relu, follows).to(DEVICE)
+        if channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        with pytest.MonkeyPatch.context() as patch, plain_only() if plain else nullcontext():
+            patch.setattr(module, "run", watched)
+            for _ in range(3):
+                step = outcome(model, x, autocast)
+        found.append(step)
+    assert [known is None for known in sums] == [True, False, False, False] * 3
+    assert_close(*found, 1e-3 if autocast is None else 0.05)
+
+
+def test_relus_that_leave_sums_take_no_more_memory() -> None:
+    x = torch.rand(64, 64, 56, 56, device="cuda").to(torch.bfloat16, memory_format=torch.channels_last)
+    plain = deep(EquiNormConv2d)
+    pairs, _ = equinorm.convert(plain, "equinorm", torch.rand(2, 64, 56, 56, device="cuda"), pairs=True)
+    assert peak(pairs, x) <= peak(plain, x) + 0.01 * x.numel() * 2
 
 
 def test_launches_are_remembered_and_need_not_be() -> None:

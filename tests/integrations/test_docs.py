@@ -22,4 +22,4 @@ def test_snippet(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_there_are_snippets() -> None:
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7

@@ -67,17 +67,17 @@ def fit(module: Classifier, callback: pl.Callback, folder: Path, epochs: int, da
     return trainer
 
 
-def assert_resumes(make: Any, callback: Any, folder: Path, data: Any) -> None:
+def assert_resumes(make: Any, callback: Any, folder: Path, data: Any, **options: Any) -> None:
     whole = make()
-    fit(whole, callback(), folder / "whole", 4, data)
+    fit(whole, callback(), folder / "whole", 4, data, **options)
     first = make()
-    trainer = fit(first, callback(), folder / "first", 2, data)
+    trainer = fit(first, callback(), folder / "first", 2, data, **options)
     trainer.save_checkpoint(folder / "half.ckpt")
     resumed = make()
-    fit(resumed, callback(), folder / "second", 4, data, ckpt_path=folder / "half.ckpt")
+    fit(resumed, callback(), folder / "second", 4, data, ckpt_path=folder / "half.ckpt", **options)
     for name, expected in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], expected), name
-    assert not torch.equal(first.net[0].weight, whole.net[0].weight)
+    assert not torch.equal(next(first.parameters()), next(whole.parameters()))
 
 
 @pytest.mark.shows("Lightning", "ENormCallback: trained, stopped, resumed bitwise, SGD", "lightning", "torch")
@@ -88,6 +88,28 @@ def test_enorm_resumes_bitwise(tmp_path: Path) -> None:
 @pytest.mark.shows("Lightning", "ENormCallback: trained, stopped, resumed bitwise, AdamW", "lightning", "torch")
 def test_enorm_resumes_bitwise_with_adamw(tmp_path: Path) -> None:
     assert_resumes(lambda: Classifier(dense(), "AdamW"), lambda: ENormCallback(c=1.2), tmp_path, loader(6))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.shows(
+    "Lightning", "ENormCallback with bf16-mixed, accumulated and clipped gradients: resumed bitwise", "lightning"
+)
+def test_enorm_with_options_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumes(lambda: Classifier(dense()), lambda: ENormCallback(c=1.2), tmp_path, loader(6), **options)
+
+
+@pytest.mark.parametrize("part", [None, "net"])
+@pytest.mark.shows("Lightning", "ENormCallback on a module with a compiled net: resumed bitwise", "lightning", "torch")
+def test_enorm_with_a_compiled_net(part: str | None, tmp_path: Path) -> None:
+    def made() -> Classifier:
+        torch._dynamo.reset()
+        return Classifier(torch.compile(dense()))
+
+    assert_resumes(made, lambda: ENormCallback(c=1.2, model=part), tmp_path, loader(6))
 
 
 @pytest.mark.shows("Lightning", "a warning where safe biases are resumed without their state", "lightning")

@@ -154,32 +154,25 @@ def test_safe_biases_of_schedule_free(decay: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["SGDScheduleFree", "AdamWScheduleFree"])
-@pytest.mark.shows(
-    "schedulefree", "twelve layers, c = 1.2: losses in both modes as without ENorm or less", "schedulefree"
-)
+@pytest.mark.shows("schedulefree", "twelve layers, c = 1.2: the loss ends below 0.1 in both modes", "schedulefree")
 def test_a_deep_net_ends_well_in_both_modes(name: str) -> None:
     """Guards against steps of safe biases that are shortened in y only: z then runs away, and x with it."""
-    losses = {}
-    for balanced in (False, True):
-        torch.manual_seed(0)
-        layers = [m for width in [6, *[16] * 10] for m in (nn.Linear(width, 16), nn.ReLU())]
-        model = nn.Sequential(*layers, nn.Linear(16, 3))
-        for layer in model[::2]:
-            nn.init.kaiming_normal_(layer.weight)
-        x = torch.randn(128, 6)
-        y = x[:, :3].argmax(1)
-        optimizer = schedulefree(name, lr=0.1 if name[0] == "S" else 0.003)(model.parameters())
-        if balanced:
-            equinorm.ENorm(model, optimizer, x[:2], c=1.2).attach()
-        for _ in range(150):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        for mode in ("train", "eval"):
-            getattr(optimizer, mode)()
-            losses[balanced, mode] = float(nn.functional.cross_entropy(model(x), y))
+    torch.manual_seed(0)
+    layers = [m for width in [6, *[16] * 10] for m in (nn.Linear(width, 16), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(16, 3))
+    for layer in model[::2]:
+        nn.init.kaiming_normal_(layer.weight)
+    x = torch.randn(128, 6)
+    y = x[:, :3].argmax(1)
+    optimizer = schedulefree(name, lr=0.1 if name[0] == "S" else 0.003)(model.parameters())
+    equinorm.ENorm(model, optimizer, x[:2], c=1.2).attach()
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
     for mode in ("train", "eval"):
-        assert losses[True, mode] < max(2 * losses[False, mode], 0.3), losses
+        getattr(optimizer, mode)()
+        assert float(nn.functional.cross_entropy(model(x), y)) < 0.1, mode
 
 
 # -- Lion, Adafactor, 8 bits -------------------------------------------------------------------------------------------
@@ -334,16 +327,15 @@ def test_muon_and_adamw(muon_first: bool, tmp_path: Path) -> None:
 
 # -- timm --------------------------------------------------------------------------------------------------------------
 
-NEEDS_A_GPU = ("bnb", "fused")
+NEEDS_A_GPU = ("bnb", "fused")  # bitsandbytes' and Apex'
 WHOLE_LAYERS = {"lars", "larc", "nlars", "nlarc", "novograd"}
 MATRICES = {"kron", "kronc", "kronw"}
 
 
-def timm_names() -> list[str]:
+def timm_names(on_a_gpu: bool = False) -> list[str]:
     from timm.optim import list_optimizers
 
-    names: list[str] = list_optimizers()
-    return [name for name in names if not name.startswith(NEEDS_A_GPU)]
+    return [name for name in list_optimizers() if name.startswith(NEEDS_A_GPU) == on_a_gpu]
 
 
 def timm(name: str, **options: Any) -> Any:
@@ -353,18 +345,47 @@ def timm(name: str, **options: Any) -> Any:
     return lambda parameters: create_optimizer_v2(parameters, opt=name, **given)
 
 
+class Generator:
+    """Where AdaHessian has its random vectors from, which its own state leaves out."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.generator.set_state(state["state"])
+
+
 @pytest.mark.parametrize("name", [n for n in timm_names() if n not in WHOLE_LAYERS | MATRICES])
 @pytest.mark.shows("timm", "its element-wise and factored optimizers with ENorm, resumed bitwise", "timm")
 def test_timm(name: str, tmp_path: Path) -> None:
-    hessian = name == "adahessian"
-
     def made() -> Short:
-        return make(timm(name, weight_decay=0.01), width=20, create_graph=hessian)
+        short = make(timm(name, weight_decay=0.01), width=20, create_graph=name == "adahessian")
+        if name == "adahessian":
+            short.methods.append(Generator(short.optimizer.generator))
+        return short
 
-    if hessian:  # its random vectors come from a generator that it does not save
-        made().train()
-        return
     assert_resumes(made, tmp_path)
+
+
+@pytest.mark.parametrize("name", timm_names(on_a_gpu=True))
+@pytest.mark.shows("timm", "bitsandbytes' and Apex' optimizers by its names, which it makes with CUDA only", "timm")
+def test_timm_on_a_gpu(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if name.startswith("fused"):
+        pytest.importorskip("apex")
+    model, x = dense(64).cuda(), torch.randn(8, 6, device="cuda")
+    optimizer = timm(name)(model.parameters())
+    enorm = equinorm.ENorm(model, optimizer, x, c=1.2)
+    with enorm.attach():
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert enorm.calls == 3
 
 
 @pytest.mark.parametrize("name", [n for n in timm_names() if n not in {*WHOLE_LAYERS, *MATRICES, "adahessian"}])

@@ -110,6 +110,22 @@ def test_a_language_model_resumes_bitwise(tmp_path: Path) -> None:
     assert trainer.state.global_step == 8
 
 
+@pytest.mark.parametrize("option", ["bf16", "gradient_checkpointing", "torch_compile"])
+@pytest.mark.shows(
+    "transformers",
+    "ENormCallback with bf16, gradient_checkpointing and torch_compile, resumed bitwise",
+    "transformers",
+    "accelerate",
+)
+def test_options_of_the_trainer(option: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    whole, resumed = llama(), llama()
+    train(whole, tmp_path, ENormCallback(c=1.2), sentences(None), **{option: True})
+    given = {"resume": str(tmp_path / "checkpoint-4"), option: True}
+    train(resumed, tmp_path, ENormCallback(c=1.2), sentences(None), **given)
+    assert_same(whole, resumed)
+
+
 OPTIMIZERS = [
     "adafactor",
     "adamw_8bit",

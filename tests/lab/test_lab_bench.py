@@ -19,11 +19,28 @@ from equinorm.errors import UserError
 from equinorm.lab.bench import balance, instruments, kernels, steps, throughput
 from equinorm.lab.bench import run as bench_run
 from equinorm.lab.bench.llama import Llama
+from equinorm.lab.bench.norm_traffic import NormTraffic, count
 from equinorm.lab.bench.output import Timing, in_parts
 from equinorm.lab.bench.run import run
+from equinorm.nn import EquiNormConv2d, SummingReLU
 
 CPU = torch.device("cpu")
 TINY = {"layers": 2, "width": 64, "heads": 4, "groups": 2, "hidden": 128, "vocabulary": 100}
+
+
+def test_what_a_norm_moves_is_counted() -> None:
+    """A layer behind the input, one behind a ReLU that leaves its sums; by hand, for one image of 8 x 8."""
+    x = torch.rand(2, 3, 8, 8)
+    net = nn.Sequential(EquiNormConv2d(3, 4, 3, padding=1), nn.ReLU(), EquiNormConv2d(4, 5, 3, padding=1))
+    image, middle, out, weights = 3 * 64, 4 * 64, 5 * 64, 9 * (3 * 4 + 4 * 5)
+    today = NormTraffic(image + 3 * middle + 3 * middle + 3 * out, weights, 5 + 6)
+    assert count(net, x) == today
+    assert today.bytes(batch=10, activation=2, weight=4) == 20 * today.activations + 4 * weights
+    net[0].relu_follows = 1.0
+    net[1] = SummingReLU()
+    assert count(net, x) == NormTraffic(image + 3 * out, weights, 3 + 6)
+    assert count(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), x) == NormTraffic(8 * 4 * 36, 0, 4)
+    assert count(nn.Conv2d(3, 4, 3), x) is None
 
 
 def test_every_variant_of_a_residual_net_is_timed_against_no_norm_and_bn() -> None:
@@ -180,3 +197,22 @@ def test_an_unknown_name_is_refused_before_anything_is_measured(tmp_path: Path, 
     with pytest.raises(UserError, match=f"bench has no {what} .* here; it has '"):
         run(("steps",), tmp_path, device="cpu", quick=True, **asked)
     assert not list(tmp_path.iterdir())
+
+
+# -- many processes, and folders larger than memory --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_is_sent_and_what_a_folder_costs(tmp_path: Path) -> None:
+    run(("sharded", "checkpoint"), tmp_path, device="cpu", quick=True, repeats=1)
+    sent = json.loads((tmp_path / "bench_sharded_quick.json").read_text())["rows"]
+    assert {(row["network"], row["way"]) for row in sent} >= {("llama", "tensor parallel"), ("resnet18", "FSDP2")}
+    for row in sent:
+        assert (row["cycle_numbers"] > 0) == (row["way"] != "DDP")
+        assert row["cycle_numbers"] <= 2 * row["scales"]
+        assert row["cycle_kinds"] in ([], ["all_reduce"])
+    (folder,) = json.loads((tmp_path / "bench_checkpoint_quick.json").read_text())["rows"]
+    assert folder["norm_after"] < folder["norm_before"]
+    assert folder["imbalance"] < 1e-8
+    assert folder["processor_seconds"] > 0
+    assert folder["program_bytes"] < folder["peak_bytes"]

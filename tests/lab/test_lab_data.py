@@ -1072,3 +1072,64 @@ def test_folders_that_are_not_there_or_not_sorted(image_folder: Path, tmp_path: 
 def test_paths_with_odd_names_survive(tmp_path: Path) -> None:
     odd = tmp_path / "é ü.png"
     assert Files(np.array([str(odd).encode()]), torch.tensor([0])).path(0) == odd
+
+
+# -- folders in tar files ----------------------------------------------------------------------------------------------
+
+
+def tar_of(path: Path, part: str, pictures: dict[str, list[Image.Image]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for label, several in pictures.items():
+            for i, picture in enumerate(several):
+                content = io.BytesIO()
+                picture.save(content, "png")
+                member = tarfile.TarInfo(f"{part}/{label}/{i}.png")
+                member.size = content.tell()
+                content.seek(0)
+                tar.addfile(member, content)
+
+
+def pictures_of(size: int, n: int) -> dict[str, list[Image.Image]]:
+    return {
+        label: [Image.new("RGB", (size, size), (30 * k, i, 0)) for i in range(n)] for k, label in enumerate("ba", 1)
+    }
+
+
+def test_two_tar_files_are_a_data_set_and_are_decoded_once(tmp_path: Path) -> None:
+    tar_of(tmp_path / "nets" / "train8.tar", "train", pictures_of(8, 3))
+    tar_of(tmp_path / "nets" / "val8.tar", "val", pictures_of(8, 2))
+    data = load("nets", tmp_path, size=8)
+    assert (data.classes, len(data.train), len(data.test)) == (2, 6, 4)
+    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]  # by the names of classes: a, b
+    assert data.train.images[:, 0, 0, 0].tolist() == [60, 60, 60, 30, 30, 30]
+    assert data.train.images[1, 1].eq(1).all()
+    for path in (tmp_path / "nets").glob("*.tar"):
+        path.unlink()
+    loading_module._load.cache_clear()
+    assert torch.equal(load("nets", tmp_path, size=8).train.images, data.train.images)
+
+
+def test_tar_files_are_read_at_another_size_and_from_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar_of(tmp_path / "nets" / "train.tar", "train", pictures_of(9, 1))
+    tar_of(tmp_path / "nets" / "test.tar", "test", pictures_of(9, 1))
+
+    def refused(*_: object) -> None:
+        raise UserError("read only")
+
+    monkeypatch.setattr("equinorm.lab.data.tars.write_copy", refused)
+    assert load("nets", tmp_path, size=4).train.images.shape == (2, 3, 4, 4)
+    assert not (tmp_path / "equinorm").exists()
+
+
+def test_a_damaged_tar_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "nets").mkdir()
+    for name in ("train.tar", "val.tar"):
+        (tmp_path / "nets" / name).write_bytes(b"no archive")
+    with pytest.raises(UserError, match=r"train\.tar: cannot be read"):
+        load("nets", tmp_path, size=4)
+    tar_of(tmp_path / "nets" / "train.tar", "train", {})
+    with pytest.raises(UserError, match="holds no images"):
+        load("nets", tmp_path, size=5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from equinorm.lab.bench.throughput import random_images
-from equinorm.lab.training import trainer
+from equinorm.lab.training import streams, trainer
 from equinorm.lab.training.inputs import Inputs
 from equinorm.lab.training.runs import Data, Method, Model, Optim, Run
 from equinorm.lab.training.schedules import Linear, Quadratic, SuperConvergence
@@ -125,7 +125,20 @@ def test_what_finished_runs_have_left_is_given_back(
     held: list[int] = []
     runs = [replace(RUNS["enorm"], seed=seed) for seed in range(6)]
     train_all(runs, Store(tmp_path), side_by_side=1, on_record=lambda _: held.append(torch.cuda.memory_reserved()))
-    assert max(held[2:]) <= 1.1 * held[1]
+    assert max(held[2:]) <= 1.1 * held[1], f"reserved after each run, in MB: {[one >> 20 for one in held]}"
+
+
+def test_runs_one_after_the_other_have_one_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: object
+) -> None:
+    """Guards what made the test above fail in a process of its own: workspaces of cuBLAS for every new stream."""
+    monkeypatch.setattr("equinorm.lab.data.prepare", lambda *_: images)
+    monkeypatch.setattr(streams, "_free", [])
+    taken: list[torch.cuda.Stream] = []
+    monkeypatch.setattr(streams, "take", lambda priority, take=streams.take: taken.append(take(priority)) or taken[-1])
+    runs = [replace(RUNS["fc"], seed=seed) for seed in range(3)]
+    train_all(runs, Store(tmp_path), side_by_side=1)
+    assert [stream.cuda_stream for stream in taken] == [taken[0].cuda_stream] * 3
 
 
 def test_steps_never_make_the_host_wait(images: object) -> None:

@@ -390,11 +390,16 @@ def verdict(claim: Claim, means: Means) -> bool | None:
         return None
 
 
-ELSEWHERE = ("stock2019/tuning", "stock2019/figure7", "arpit2019/depth", "arpit2019/width", "arpit2019/residual")
+ELSEWHERE = ("stock2019/figure7", "arpit2019/depth", "arpit2019/width", "arpit2019/residual")
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, artifact in ARTIFACTS.items() if artifact.claims and not name.startswith(ELSEWHERE)]
+    "name",
+    [
+        name
+        for name, artifact in ARTIFACTS.items()
+        if artifact.claims and not name.startswith(ELSEWHERE) and "/tuning" not in name  # those have one claim, tested
+    ],
 )
 def test_claims_can_be_true_and_false(name: str) -> None:
     for claim in find(name).claims:
@@ -406,7 +411,7 @@ def test_claims_can_be_true_and_false(name: str) -> None:
         assert seen == {True, False}, claim.text
 
 
-@pytest.mark.parametrize("name", [name for name in ARTIFACTS if name.startswith(ELSEWHERE[1:])])
+@pytest.mark.parametrize("name", [name for name in ARTIFACTS if name.startswith(ELSEWHERE)])
 def test_claims_about_norms_can_be_true_and_false(name: str) -> None:
     """Claims that look further than the toy sizes go."""
     kept = {

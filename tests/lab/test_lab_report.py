@@ -799,6 +799,21 @@ def test_the_page(written: report.WrittenReport) -> None:
     assert {"reproduced", "higher", "not reproduced", "not run", "measured"} == verdicts
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("b.py /tmp/data /tmp/store", "1 run started by a script that is not in the repository (b.py)"),
+        ("/home/me/try.py", "1 run started by a script that is not in the repository (/home/me/try.py)"),
+        ("cli.py reproduce fake/figure1", ""),
+        ("equinorm train b.py", ""),
+    ],
+)
+def test_scripts_that_cannot_be_looked_up_are_named(command: str, said: str) -> None:
+    record = replace(record_of(run_of("BN", 5), 60.0), about={**ABOUT, "command": command})
+    artifact = Artifact("fake/one", "One", "", "", (Cell("BN", "5", (record.run,)),))
+    assert wording.provenance(evaluate(artifact, [record])).scripts == said
+
+
 def test_panels_share_an_axis_unless_it_hides_what_they_show() -> None:
     first, second, empty = figures._common_limits([[90.0, 91.0], [91.0, 92.0], []])
     assert first == second

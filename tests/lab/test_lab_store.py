@@ -337,6 +337,25 @@ def test_a_torn_lock_is_taken_over_when_it_is_old(tmp_path: Path) -> None:
     lock.release()
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe\x00", b"[]", b"[" * 5000, b'{"machine": 3}', b'{"machine": "HERE", "pid": "1"}', None]
+)
+def test_a_damaged_lock_is_no_traceback(tmp_path: Path, content: bytes | None) -> None:
+    """Nor is a folder in its place, which is set aside."""
+    here = Store(tmp_path)
+    file = here._unfinished() / f"{RUN.key}.lock"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.replace(b"HERE", store._machine().encode()))
+    assert here.lock(RUN) is None
+    os.utime(file, (1.0, 1.0))
+    lock = here.lock(RUN)
+    assert lock is not None
+    lock.release()
+    assert (content is None) == file.with_name(f"{file.name}.damaged").exists()
+
+
 def test_the_heartbeat(tmp_path: Path) -> None:
     lock = Store(tmp_path).lock(RUN, patience=0.08)
     assert lock is not None

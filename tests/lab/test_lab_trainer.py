@@ -255,6 +255,30 @@ def test_no_time_left_saves_and_a_second_call_goes_on(tmp_path: Path) -> None:
     assert not store.checkpoint(run).exists()
 
 
+@pytest.mark.parametrize("damage", ["cut", "text", "other", "fields", "shape"])
+def test_a_damaged_checkpoint_is_set_aside_with_a_word(damage: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    train_all([BASE], store, minutes=0.01 / 60)
+    path = store.checkpoint(BASE)
+    state = torch.load(path, weights_only=True)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:500])
+    elif damage == "text":
+        path.write_text("no checkpoint")
+    elif damage == "other":
+        torch.save([1, 2], path)
+    elif damage == "fields":
+        torch.save({**state, "training": {}}, path)
+    else:
+        tensors = {name: t[:0] if t.ndim else t for name, t in state["training"]["tensors"].items()}
+        torch.save({**state, "training": {**state["training"], "tensors": tensors}}, path)
+    with pytest.warns(UserWarning, match=r"is damaged .* the run begins anew"):
+        outcome = train_all([BASE], store)
+    assert outcome.trained
+    assert path.with_name(f"{path.name}.damaged").exists()
+    assert not path.exists()
+
+
 def test_a_run_another_process_holds_is_left_to_it(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with store.lock(BASE):

@@ -52,11 +52,8 @@ def assert_loads_again(model: Any, inputs: Any, folder: Path) -> None:
     torch.testing.assert_close(outputs(model, inputs), expected)  # nothing is changed by saving
 
 
-@pytest.mark.parametrize("method", ["equinorm", "weightnorm", "groupnorm", "meanonly"])
+@pytest.mark.parametrize("method", ["equinorm", "weightnorm", "groupnorm", "mean_only_batchnorm"])
 def test_a_converted_model_is_refused(method: str, tmp_path: Path) -> None:
-    names = {each.name for each in equinorm.methods()}
-    if method not in names:
-        method = next(name for name in names if name.startswith(method[:4]) or method[:4] in name)
     model, _ = equinorm.convert(resnet(), method, IMAGES)
     with pytest.raises(ValueError, match=r"(?s)with other outputs.*Fold first"):
         model.save_pretrained(tmp_path)
@@ -71,6 +68,44 @@ def test_a_folded_model_loads_again(method: str, tmp_path: Path) -> None:
         outputs(model, IMAGES)
     plain, _ = equinorm.fold(model.eval(), IMAGES)
     assert_loads_again(plain, IMAGES, tmp_path)
+
+
+def test_numbers_that_no_state_dict_has_are_refused(tmp_path: Path) -> None:
+    """Guards against a model whose ε followed a rescaling, saved under a config that says the old one."""
+    model = bert()
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.mul_(1e-3)  # so that ε counts
+        model.embeddings.position_embeddings.weight.mul_(1e-3)
+    expected = outputs(model, TOKENS)
+    symmetry = equinorm.trace(model, TOKENS, invariances=True)
+    before = model.embeddings.LayerNorm.eps
+    symmetry.rescale_(symmetry.absorbed * 3.0)
+    assert model.embeddings.LayerNorm.eps > 100 * before
+    torch.testing.assert_close(outputs(model, TOKENS), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"LayerNorm has eps = \S*, not 1e-12.*Save the whole module"):
+        model.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    symmetry.rescale_(symmetry.absorbed * -3.0)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = before  # which it is already, but for rounding
+    assert_loads_again(model, TOKENS, tmp_path)
+
+
+def test_a_batch_norm_with_another_epsilon_is_named(tmp_path: Path) -> None:
+    model = resnet()
+    symmetry = equinorm.trace(model, IMAGES, invariances=True)
+    symmetry.rescale_(torch.full((symmetry.num_scales,), 0.5, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"normalization has eps = \S*, not 1e-05.*Save the whole module"):
+        model.save_pretrained(tmp_path)
+
+
+def test_half_precision_without_invariances_loads_again(tmp_path: Path) -> None:
+    """The remedy that the refusal names."""
+    model = bert()
+    symmetry = equinorm.trace(model, TOKENS)
+    equinorm.balance_(model, TOKENS, criterion=equinorm.criteria.Half(TOKENS), symmetry=symmetry)
+    assert_loads_again(model, TOKENS, tmp_path)
 
 
 def test_a_model_whose_norms_were_folded_loads_again(tmp_path: Path) -> None:

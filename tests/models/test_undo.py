@@ -5,37 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import equinorm
-from equinorm.models.undo import interrupts_deferred, model_kept, tensors_kept
-
-
-class FaultError(Exception):
-    """What is injected."""
-
-
-class Faulty(TorchDispatchMode):
-    """Raises at the n-th write to one of these tensors."""
-
-    def __init__(self, tensors: list[Tensor], n: int) -> None:
-        super().__init__()
-        self.ours = {t.untyped_storage()._cdata for t in tensors}
-        self.left = n
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        written = func._schema.arguments and func._schema.arguments[0].alias_info
-        if written and written.is_write and isinstance(first, Tensor) and first.untyped_storage()._cdata in self.ours:
-            self.left -= 1
-            if self.left == 0:
-                raise FaultError
-        return func(*args, **(kwargs or {}))
+from equinorm.models.undo import copy_all_, interrupts_deferred, model_kept, tensors_kept
+from support.faults import FaultError, Faulty, run
 
 
 def net() -> nn.Module:
@@ -61,7 +38,7 @@ def assert_as_before(model: nn.Module, before: nn.Module) -> None:
 def test_a_fault_while_rescaling_changes_nothing(n: int) -> None:
     model, before = net(), net()
     symmetry = equinorm.trace(model, images())
-    with pytest.raises(FaultError), Faulty(list(model.parameters()), n):
+    with pytest.raises(FaultError), Faulty(model.parameters(), n):
         symmetry.rescale_(torch.ones(symmetry.num_scales))
     assert_as_before(model, before)
 
@@ -132,3 +109,44 @@ def test_an_interrupt_waits_for_the_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == [True]
+
+
+def test_signals_that_arrive_together_are_all_heard() -> None:
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("user"))
+
+    def work() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
+            assert not heard
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert heard == ["user"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_copies_are_all_made(n: int, interrupt: bool) -> None:
+    tensors = [torch.zeros(2) for _ in range(3)]
+    with pytest.raises((FaultError, KeyboardInterrupt)), Faulty(tensors, n, interrupt):
+        copy_all_((t, torch.ones(2)) for t in tensors)
+    assert all(bool(t.all()) for t in tensors)
+
+
+def test_faults_in_random_nets_change_nothing() -> None:
+    """A few of what `python -m support.faults` does; seed 1 has a fault while the step of a safe bias is shortened."""
+    _, ends, faults = run(range(1, 3))
+    assert not faults
+    assert ends["ENorm.step, foreach", "complete"] + ends["ENorm.step, plain", "complete"] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(4))
+def test_faults_in_five_hundred_random_nets_change_nothing(shard: int) -> None:
+    assert not run(range(1000 + shard, 1500, 4))[2]

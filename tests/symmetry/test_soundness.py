@@ -262,6 +262,26 @@ def expanded_constants_are_written(m: Any, x: Tensor) -> Tensor:
     return m.c(m.a(x).relu() + z)
 
 
+@program
+def a_dropout_that_is_off_shows_its_input(m: Any, x: Tensor) -> Tensor:
+    """Found by a random program: `dropout` handed out its input itself, and torch's functionalisation took a copy."""
+    with torch.no_grad():
+        h = m.g(x).relu()
+        same = F.dropout(h, 0.5, False)
+        z = h + m.a(x).relu()
+        h.flatten()[0].add_(same.sum())
+        torch.cumsum(same, 0, out=z)
+        return m.c(z)
+
+
+@program
+def type_as_shows_its_input(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    same = h.type_as(x)
+    h.view(-1)[:3].add_(1.0)
+    return m.c(same) + m.c(m.g(x).relu())
+
+
 def traced(run: Program) -> Iterator[tuple[nn.Module, Tensor, equinorm.Symmetry]]:
     for seed in range(2):
         torch.manual_seed(seed)

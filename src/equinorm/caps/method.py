@@ -30,7 +30,7 @@ def _plan(plan: Plan) -> None:
     for step in steps:
         if id(step) not in in_modules and (owner := _owner(plan, step)) is not None:
             by_owner.setdefault(owner.path, {}).setdefault(owner, []).append(step)
-    for path, calls in by_owner.items():
+    for path, calls in sorted(by_owner.items(), key=lambda item: _depth(item[0]), reverse=True):  # inner ones first
         _as_functions(plan, path, calls)
 
 
@@ -97,8 +97,13 @@ def _as_functions(plan: Plan, path: str, calls: dict[Call, list[Step]]) -> None:
 
 def _outside(plan: Plan, step: Step, owner: nn.Module) -> bool:
     """Whether a step is called while no module inside `owner` has caps of its own."""
-    inner = step.calls[-1]
-    return inner.module is owner or inner.path not in plan.converted
+    outermost = next(number for number, call in enumerate(step.calls) if call.module is owner)
+    return all(call.path not in plan.converted for call in step.calls[outermost + 1 :])
+
+
+def _depth(path: str) -> int:
+    """How many modules a module is inside of."""
+    return len(path.split(".")) if path else 0
 
 
 def _made(plan: Plan, step: Step) -> Cap:

@@ -138,7 +138,7 @@ class SmoothProblem(Problem):
         with torch.enable_grad():
             value = self.function(s)
             (slope,) = torch.autograd.grad(value, s)
-        return float(value), slope
+        return float(value.detach()), slope
 
     def solve(self, tol: float, deadline: float | None, iterations: int = 600) -> Solution:
         free = ~self.fixed[: self.n]

@@ -23,6 +23,7 @@ from ..criteria.norm import Sum
 from ..models.closures import closure_of, with_closure
 from ..models.frozen import held_by
 from ..models.sharding import local
+from ..models.undo import copy_all_
 from ..symmetry import ScaledParameter, Symmetry, Term
 from .optimizer_state import decoupled_decay, state_rule, step_is_linear
 
@@ -151,7 +152,11 @@ class SafeBiases:
         tensors = {name: self.symmetry.tensor(name) for name in before}
         pairs = [(local(q.grad), before[name]) for name, q in tensors.items() if q.grad is not None]
         if pairs:
-            torch._foreach_copy_([gradient for gradient, _ in pairs], [old for _, old in pairs])
+            try:
+                torch._foreach_copy_([gradient for gradient, _ in pairs], [old for _, old in pairs])
+            except BaseException:
+                copy_all_(pairs)
+                raise
 
     @torch.no_grad()
     def _remember(self, number: int) -> None:
@@ -178,6 +183,7 @@ class SafeBiases:
         skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer under GradScaler may have done nothing
         groups = {id(q): group for group in optimizer.param_groups for q in group["params"]}
         decay = {id(group): decoupled_decay(optimizer, group) for group in optimizer.param_groups}
+        new: list[tuple[Tensor, Tensor]] = []
         for name in self._held(number):
             tensor = self.symmetry.tensor(name)
             if tensor.grad is None or name not in self._before:
@@ -186,21 +192,29 @@ class SafeBiases:
             t, share = self.gains.t_of[name].to(here), decay[id(group)]
             if second is not None and second.key in (state := optimizer.state.get(tensor, {})):
                 stepped = local(second.read(state)) - (self._copies[name] - old * share)
-                local(state[second.key]).add_((t - 1) * stepped)
-                here.add_((t - 1) * stepped, alpha=second.share(group))
+                copy = local(state[second.key])
+                new.append((copy, copy + (t - 1) * stepped))
+                new.append((here, here.add((t - 1) * stepped, alpha=second.share(group))))
                 continue
             decayed = old * (1 - share)
             shortened = decayed + t * (here - decayed)
-            here.copy_(shortened if skipped is None else torch.where(skipped.bool(), old, shortened))
+            new.append((here, shortened if skipped is None else torch.where(skipped.bool(), old, shortened)))
+        self._forget(number)
+        copy_all_(new)
 
     # -- what a rescaling asks -----------------------------------------------------------------------------------------
 
-    def gradient_gain(self, name: str) -> Tensor | None:
+    def log_gradient_gain(self, name: str) -> Tensor | None:
         """By how much the gradient that the optimizer sees has changed by its gain; None: it has none that counts."""
         if name not in self.gains.change_of:
             return None
         linear = any(name in self._held(i) and step_is_linear(each) for i, each in enumerate(self.optimizers))
-        return self.gains.change_of[name].exp() if linear else None
+        return self.gains.change_of[name] if linear else None
+
+    def gradient_gain(self, name: str) -> Tensor | None:
+        """The exponential of `log_gradient_gain`."""
+        log = self.log_gradient_gain(name)
+        return None if log is None else log.exp()
 
     # -- steps that nobody prepared ------------------------------------------------------------------------------------
 

@@ -7,16 +7,19 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..balance import counting, symmetry_of
+from ..criteria import Criterion, Norm
 from ..launch import ORDINARY
 from ..models.frozen import Frozen, check_frozen, held_by, untrained
 from ..models.handle import Handle
 from ..models.sharding import reshard
+from ..models.undo import interrupts_deferred
 from ..models.unwrapping import unwrap_optimizers
 from ..symmetry import ScaledParameter, Symmetry
 from .biases import SafeBiases
@@ -29,6 +32,11 @@ from .steps.sharded import ShardedStep
 __all__ = ["ENorm"]
 
 BIASES = ("safe", "plain", "skip")
+WRITES_IN_A_ROW = 3
+"""Steps in a row before which others wrote to a weight: a checkpoint that is loaded or an average that is tried is no
+habit of the program."""
+_ATTACHED: WeakSet[ENorm] = WeakSet()
+"""All that act at present."""
 
 
 class ENorm:
@@ -50,6 +58,7 @@ class ENorm:
         p, c: norm and asymmetry. c > 1 moves energy towards the output; 1.2 is stock2019's choice for deep FC nets.
         cycles: ENorm cycles each time.
         every: act on every n-th call of `step`.
+        criterion: `criteria.Norm(p, c)` in place of p and c; no other criterion has cycles.
         bias: "safe" (default) keeps the effective learning rate of biases bounded when c ≠ 1, see below; "plain" only
             rescales them, as stock2019 does; "skip" leaves every scale alone that would move a bias.
         batchnorm: "preserve" carries scales by BatchNorm's gain and offset; "ignore" treats BatchNorm as absent, as
@@ -84,6 +93,7 @@ class ENorm:
         c: float = 1.0,
         cycles: int = 1,
         every: int = 1,
+        criterion: Criterion | None = None,
         bias: str = "safe",
         batchnorm: str = "preserve",
         parameters: Iterable[str] | Callable[[str], bool] | None = None,
@@ -94,6 +104,7 @@ class ENorm:
         gradients: bool = True,
         backend: str = "auto",
     ) -> None:
+        p, c = _norm_of(criterion, p, c)
         for name, choice, known in (("bias", bias, BIASES), ("backend", backend, BACKENDS)):
             if choice not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
@@ -129,6 +140,8 @@ class ENorm:
         self._plain: PlainStep | None = None
         self._stepped: set[int] = set()  # the numbers of the optimizers that have stepped since the last cycle
         self._has_state = False  # of its own, loaded
+        self._versions: dict[str, int] = {}  # of the weights after the last step, as torch counts what is written
+        self._writes_in_a_row, self._warned_of_writers = 0, False
         self.calls = 0
         # a bias that writes to a frozen scale (the last layer's) does not move, but its layer's inputs do
         safe = [w for w in symmetry.parameters if bias == "safe" and w.fan_in is not None]
@@ -156,15 +169,14 @@ class ENorm:
         """
         if self._handle is not None:
             raise RuntimeError("this ENorm is attached already: remove() its handle first")
+        self._refuse_a_second()
         hooks = []
         for number, optimizer in enumerate(self.optimizers):
             # not compiled along with a compiled optimizer.step(): what moves depends on where tensors lie
             hooks.append(optimizer.register_step_post_hook(torch.compiler.disable(partial(self._after_hook, number))))
-            if len(self.biases):
-                hooks.append(
-                    optimizer.register_step_pre_hook(torch.compiler.disable(partial(self._before_hook, number)))
-                )
+            hooks.append(optimizer.register_step_pre_hook(torch.compiler.disable(partial(self._before_hook, number))))
         self.biases.attended = True
+        _ATTACHED.add(self)
         self._handle = Handle(f"ENorm attached to {self._optimizer_names()}", hooks, then=self._detach)
         return self._handle
 
@@ -182,6 +194,7 @@ class ENorm:
         """
         if self.biases.attended:
             raise RuntimeError("this ENorm acts in optimizer.step() by itself: do not call before_step()")
+        self._refuse_a_second()
         if self.biases.pending:
             raise RuntimeError(
                 "before_step() was called twice: call step() after every optimizer.step() (ENorm(..., every=n) acts on "
@@ -190,19 +203,28 @@ class ENorm:
         if len(self.biases):
             self._warn_without_state(stacklevel=3)
             self._reshard()
-            self.biases.before_step()
+            with interrupts_deferred():
+                self.biases.before_step()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Balance after an optimizer step: `cycles` ENorm cycles, on every `every`-th call."""
-        if self.biases.pending:
-            self.biases.after_step()
-        elif self.c != 1.0:
+        """Balance after an optimizer step: `cycles` ENorm cycles, on every `every`-th call.
+
+        All or nothing: what may fail comes before the first write, and Ctrl-C is heard when the step is complete.
+        """
+        if not self.biases.pending and self.c != 1.0:
             self.biases.warn_if_unsafe(stacklevel=3)  # of whoever calls this, through no_grad
-        self.calls += 1
-        if self.calls % self.every == 0:
-            self._balance()
-        self.biases.watch()
+        with interrupts_deferred():
+            try:
+                if self.biases.pending:
+                    self.biases.after_step()
+            finally:  # what is raised in one part is heard when the others are done
+                self.calls += 1
+                try:
+                    if self.calls % self.every == 0:
+                        self._balance()
+                finally:
+                    self.biases.watch()
 
     def bind(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> ENorm:
         """The same ENorm, with its state, on copies of the model and its optimizer; not attached."""
@@ -287,6 +309,20 @@ class ENorm:
         for optimizer in self.optimizers:
             check_optimizer(optimizer, tensors.values())
 
+    def _refuse_a_second(self) -> None:
+        """Two of them would move the same weights twice, and each count half of it."""
+        own, names = {id(each) for each in self.optimizers}, {id(q): name for name, q in self.weights().items()}
+        inside = [held for each in self.optimizers if isinstance(held := getattr(each, "enorm", None), ENorm)]
+        for other in (*_ATTACHED, *inside):
+            if other is self or not (own & {id(each) for each in other.optimizers}):
+                continue
+            both = [names[id(q)] for q in other.weights().values() if id(q) in names]
+            if both:
+                raise RuntimeError(
+                    f"{self._optimizer_names()} has an ENorm already, which moves {both[0]!r} too: {other!r}. Use that "
+                    "one, or remove() the handle that its attach() returned"
+                )
+
     def _optimizer_names(self) -> str:
         return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
@@ -337,6 +373,7 @@ class ENorm:
 
     def _detach(self) -> None:
         self._handle = None
+        _ATTACHED.discard(self)
         self.biases.attended = False
         self.biases.forget()
 
@@ -361,12 +398,17 @@ class ENorm:
 
     def _before_hook(self, number: int, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._warn_without_state(stacklevel=5)  # of whoever calls optimizer.step(), through torch's two frames
+        self._warn_of_other_writers(stacklevel=5)
+        if not len(self.biases):
+            return None
         self._reshard()
-        return self.biases.before_hook(number, args, kwargs)
+        with interrupts_deferred():
+            return self.biases.before_hook(number, args, kwargs)
 
     def _after_hook(self, number: int, *_: Any) -> None:
         """A cycle when all optimizers have stepped, or one a second time: the others may rest, or skip a step."""
-        self.biases.after_step(number)
+        with interrupts_deferred():
+            self.biases.after_step(number)
         again = number in self._stepped
         self._stepped.add(number)
         if len(self._stepped) == len(self.optimizers):
@@ -376,6 +418,23 @@ class ENorm:
         else:
             return
         self.step()
+        self._versions = {name: q._version for name, q in self.weights().items() if not q.is_inference()}
+
+    def _warn_of_other_writers(self, stacklevel: int) -> None:
+        """Warn, once, of a weight that the program writes to between steps, time after time."""
+        if not self._versions or self._warned_of_writers:
+            return
+        written = [name for name, q in self.weights().items() if q._version != self._versions.get(name, q._version)]
+        self._versions = {}
+        self._writes_in_a_row = self._writes_in_a_row + 1 if written else 0
+        if self._writes_in_a_row == WRITES_IN_A_ROW:
+            self._warned_of_writers = True
+            warnings.warn(
+                f"{written[0]} is written to between steps: if it is tied to another weight by copying, or held to a "
+                "size, its scales are not free, although forward does not show it: leave it out with "
+                f"keep=[{written[0]!r}] (docs: ENorm, Weights that are used outside forward)",
+                stacklevel=stacklevel,
+            )
 
     def _warn_without_state(self, stacklevel: int) -> None:
         """Warn, before the first step, where the optimizer has made steps and nothing is known of the scales then."""
@@ -383,7 +442,7 @@ class ENorm:
             return
         self._has_state = True
         tensors = [self.symmetry.tensor(name) for name in self._terms]
-        if any(optimizer.state.get(q) for optimizer in self.optimizers for q in tensors):
+        if any(_has_stepped(optimizer.state.get(q)) for optimizer in self.optimizers for q in tensors):
             warnings.warn(
                 f"{self._optimizer_names()} has made steps already and this ENorm begins anew: if training is resumed, "
                 "load its state too, enorm.load_state_dict(...), or biases go on with other learning rates; if it "
@@ -440,3 +499,23 @@ def _at(model: nn.Module, path: Sequence[str]) -> Tensor | None:
     for part in path[:-1]:
         module = module._modules.get(part) if module is not None else None
     return None if module is None else module._parameters.get(path[-1])
+
+
+def _has_stepped(state: Mapping[str, Any] | None) -> bool:
+    """Whether an optimizer has made steps with a parameter, whose state it may have before the first (Adagrad)."""
+    return bool(state) and float(state.get("step", 1)) > 0  # type: ignore[union-attr]
+
+
+def _norm_of(criterion: Criterion | None, p: float, c: float) -> tuple[float, float]:
+    """p and c, which a criterion may give in their place."""
+    if criterion is None:
+        return p, c
+    if not isinstance(criterion, Norm):
+        name = type(criterion).__name__
+        raise TypeError(
+            f"ENorm's cycle is the exact step of a norm, and there is none for {name}: pass criterion=Norm(p, c), or "
+            f"call equinorm.balance_(model, x, criterion={name}(...)) once, before training or after it"
+        )
+    if (p, c) != (2.0, 1.0):
+        raise TypeError("p and c belong to the norm: pass criterion=Norm(p, c), or p and c, not both")
+    return criterion.p, criterion.c

@@ -1,7 +1,7 @@
-"""Optimizers of other libraries: how their state follows a rescaling, by the qualified names of their classes.
+"""Optimizers that torch does not have: how their state follows a rescaling, by the qualified names of their classes.
 
-Nothing is imported here. `optimizer_state` looks a class up by its name when it meets it first. Powers are those of the
-table in `optimizer_state`; what is particular to these libraries:
+Nothing is imported here, not even this library's own Muon for filters. `optimizer_state` looks a class up by its name
+when it meets it first. Powers are those of the table in `optimizer_state`; what is particular to other libraries:
 
 schedule-free    z takes the steps and is a copy of the weights (+1); the stored weight y = (1 - β)z + βx follows it
                  with x, the average of all z. All three are multiplied by f, so that training and evaluation agree.
@@ -307,6 +307,7 @@ def _lion_decay(optimizer: Any, group: Mapping[str, Any]) -> Any:
 
 
 KNOWN: dict[str, KnownOptimizer] = {
+    "equinorm.unitfilters.muon.Muon": KnownOptimizer({"momentum_buffer": -1}, decoupled=True),
     **_schedule_free(),
     **_bitsandbytes(),
     **{f"timm.optim.{name}": known for name, known in _TIMM.items()},

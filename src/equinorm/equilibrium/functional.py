@@ -43,6 +43,7 @@ __all__ = [
     "spatial_ratio",
     "stats_samples",
     "swap_channels",
+    "with_offset",
 ]
 
 EPS = 1e-5
@@ -52,7 +53,11 @@ TINY = 1e-12
 
 
 def input_means(
-    x: Tensor, fraction: float = 1.0, channel_dim: int = 1, process_group: ProcessGroup | None = None
+    x: Tensor,
+    fraction: float = 1.0,
+    channel_dim: int = 1,
+    process_group: ProcessGroup | None = None,
+    by_sample: bool = False,
 ) -> Tensor:
     """The mean input of every channel: v_c of section 4.1, divided by the number of elements it sums.
 
@@ -60,12 +65,18 @@ def input_means(
     quarter); with `channel_dim=0` the input is one sample without a batch axis. In float32 or wider. With a
     process group the mean is over the elements of all its processes, and gradients go back to all of them.
 
+    `by_sample`: sum sample by sample, all of them, and then over those that count. It is what `torch.compile` takes in
+    one kernel with the ReLU before, which it does not a sum over samples and places at once, nor one of a part.
+
     >>> v = input_means(torch.rand(32, 16, 8, 8), fraction=0.25)     # shape (16,), from 8 samples
     """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if by_sample and channel_dim == 1 and x.dim() > 2:
+        places = math.prod(x.shape[2:])
+        x = x.sum(list(range(2, x.dim())), dtype=dtype) / places
     if channel_dim > 0 and fraction < 1.0:
         x = x[: stats_samples(fraction, x.shape[0])]
     other_dims = [dim for dim in range(x.dim()) if dim != channel_dim]
-    dtype = torch.promote_types(x.dtype, torch.float32)
     # a sum over no axes would be one over all
     sums = x.sum(other_dims, dtype=dtype) if other_dims else x.to(dtype)
     count = x.numel() // x.shape[channel_dim]
@@ -75,6 +86,16 @@ def input_means(
     packed = torch.cat([sums, torch.full((1,), count, dtype=dtype, device=x.device)])
     packed = _AllReduceSum.apply(packed, process_group)
     return packed[:-1] / packed[-1].clamp_min(1.0)
+
+
+def with_offset(y: Tensor, offset: Tensor) -> Tensor:
+    """y, plus a number per channel, rounded once; its gradient is summed sample by sample and then over samples.
+
+    That sum `torch.compile` takes in one kernel with the ReLU behind; see `input_means`.
+    """
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    of_sample = offset.to(dtype).expand(y.shape[0], -1)
+    return (y.to(dtype) + of_sample.view(*of_sample.shape, *(1,) * (y.dim() - 2))).to(y.dtype)
 
 
 def stats_samples(fraction: float, batch: int) -> int:

@@ -29,6 +29,7 @@ from .functional import (
     spatial_ratio,
     stats_samples,
     swap_channels,
+    with_offset,
 )
 from .sums import leave_sums, sums_left
 
@@ -167,16 +168,29 @@ class EquiNormLayer(nn.Module):
         if not self.training and self.running_mean is not None:
             return operation(self._rounded(self._effective_weight(self.running_mean, 1.0)), self.bias)
         # as with SyncBatchNorm, processes wait for each other only while training
-        means = input_means(x, self.stats_fraction, channel_dim, self.process_group if self.training else None)
-        output = operation(*self._weight_and_bias(means, rho))
+        compiled = self._is_compiled()
+        by_sample = compiled and channel_dim == 1 and x.dim() > 2
+        group = self.process_group if self.training else None
+        means = input_means(x, self.stats_fraction, channel_dim, group, by_sample)
+        weight, bias = self._weight_and_bias(means, rho, None if by_sample else self.bias, compiled)
+        output = operation(weight, bias)
+        if by_sample and self.bias is not None:
+            output = with_offset(output, self.bias)
         if self.training and self.running_mean is not None and x.numel() > 0:
             self._track(means.detach() / rho)
         return output
 
-    def _weight_and_bias(self, means: Tensor, rho: float) -> tuple[Tensor, Tensor | None]:
+    def _is_compiled(self) -> bool:
+        """Whether `torch.compile` looks, which on CUDA takes the kernels of the weights, and fuses what is told so."""
+        operators = "equinorm.equilibrium.kernels.operators"
+        return compilable(operators, self.weight, self.gain, self.bias) and dense(self._output_first())
+
+    def _weight_and_bias(
+        self, means: Tensor, rho: float, bias: Tensor | None, compiled: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """What the operation takes; for `torch.compile` on CUDA, by one kernel each way."""
-        weight, gain, bias = self._output_first(), self.gain, self.bias
-        if not (compilable("equinorm.equilibrium.kernels.operators", weight, gain, bias) and dense(weight)):
+        weight, gain = self._output_first(), self.gain
+        if not compiled:
             return self._rounded(self._effective_weight(means, rho)), bias
         dtype = self._operation_dtype()
         options = (self._groups(), self.two_pass, self.eps, dtype)

@@ -44,8 +44,8 @@ def refuse_flat_optimizer(optimizer: Any) -> None:
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if _is_a(optimizer, "ZeroRedundancyOptimizer"):
         raise TypeError(
-            f"{kind.__name__} keeps the state of each parameter in one process only, so it cannot follow a rescaling "
-            "everywhere: use the optimizer that it wraps, or shard its state along with the weights by "
+            f"{kind.__name__} keeps the state of each parameter in one process only, where the others cannot make it "
+            "follow the weights: use the optimizer that it wraps, or shard its state along with the weights by "
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     if _is_of(optimizer, "deepspeed.runtime"):

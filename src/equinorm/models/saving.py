@@ -1,9 +1,9 @@
 """transformers' `save_pretrained`, which writes numbers and a config, for models that are no longer what it says.
 
 `from_pretrained` builds the architecture of the config and fills in what it finds; what has no place there is dropped
-with a note in the log, and the loaded model computes something else. So whoever changes the modules of such a model
-calls `guard_saving_` before: `save_pretrained` then refuses what would load with other outputs. Nothing of transformers
-is imported here.
+with a note in the log, and the loaded model computes something else. The ε of its norms it takes from the config, too.
+So whoever changes the modules of such a model, or an ε, calls `guard_saving_` before: `save_pretrained` then refuses
+what would load with other outputs. Nothing of transformers is imported here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,11 @@ class _Module:
 
     kind: str
     tensors: frozenset[str]
-    norm: tuple[int, float, bool] | None  # channels, ε and whether it has gains, of a batch norm with statistics
+    norm: tuple[int, bool] | None = None  # channels, and whether it has gains, of a batch norm with statistics
+    epsilons: tuple[tuple[str, float | None], ...] = ()  # which are in no state dict
+
+    def is_but_for_epsilons(self, other: _Module | None) -> bool:
+        return other is not None and replace(self, epsilons=other.epsilons) == other
 
 
 def _architecture(model: nn.Module) -> dict[str, _Module]:
@@ -64,10 +68,15 @@ def _architecture(model: nn.Module) -> dict[str, _Module]:
         held = {**module._parameters, **module._buffers}
         norm = None
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            norm = (module.num_features, module.eps, module.affine)
+            norm = (module.num_features, module.affine)
         tensors = frozenset(key for key, value in held.items() if value is not None)
-        found[name] = _Module(type(module).__name__, tensors, norm)
+        found[name] = _Module(type(module).__name__, tensors, norm, _epsilons(module))
     return found
+
+
+def _epsilons(module: nn.Module) -> tuple[tuple[str, float | None], ...]:
+    numbers = vars(module).items()
+    return tuple((key, x) for key, x in numbers if "eps" in key.lower() and (x is None or isinstance(x, float)))
 
 
 class SavingGuard:
@@ -106,14 +115,14 @@ class SavingGuard:
         now = _architecture(self.model)
         gone: dict[str, str | None] = {}
         for name, was in self.before.items():
-            if was.norm is not None and now.get(name) == _Module("Identity", frozenset(), None):
+            if was.norm is not None and now.get(name) == _Module("Identity", frozenset()):
                 gone[name] = None
         biased = {}
         for name, layer in self.layer_of.items():
-            if name in gone and layer in now and self._has_new_bias(layer, now) and self.before[name].norm[2]:  # type: ignore[index]
+            if name in gone and layer in now and self._has_new_bias(layer, now) and self.before[name].norm[1]:  # type: ignore[index]
                 gone[name], biased[layer] = layer, name
         others = [
-            f"{name or 'the model'} is {_described(now.get(name))}, not {_described(self.before.get(name))}"
+            f"{name or 'the model'} {_difference(now.get(name), self.before.get(name))}"
             for name in [*self.before, *(name for name in now if name not in self.before)]
             if now.get(name) != self.before.get(name) and name not in gone and name not in biased
         ]
@@ -129,9 +138,10 @@ class SavingGuard:
         state = dict(state)
         like = next(value for value in state.values() if value.is_floating_point())
         for name, layer in gone.items():
-            norm = self.before[name].norm
-            assert norm is not None
-            channels, eps, affine = norm
+            was = self.before[name]
+            assert was.norm is not None
+            (channels, affine), eps = was.norm, dict(was.epsilons)["eps"]
+            assert eps is not None
             offset = like.new_zeros(channels) if layer is None else state.pop(f"{layer}.bias")
             state[f"{name}.running_mean"] = torch.zeros_like(offset)
             state[f"{name}.running_var"] = torch.full_like(offset, 1.0 - eps)
@@ -142,12 +152,32 @@ class SavingGuard:
 
     def _refusal(self, others: list[str]) -> str:
         more = f" (and {len(others) - 3} more)" if len(others) > 3 else ""
+        now = _architecture(self.model)
+        if now.keys() == self.before.keys() and all(now[x].is_but_for_epsilons(was) for x, was in self.before.items()):
+            remedy = (
+                "A rescaling changed what norms add to their variances, which is in no state dict. Save the whole "
+                "module, torch.save(model, ...), or balance a freshly loaded model with symmetry=equinorm.trace(model, "
+                "inputs), which leaves these numbers alone"
+            )
+        else:
+            remedy = (
+                "Fold first: plain, report = equinorm.fold(model, inputs); what cannot be folded is saved by "
+                "torch.save(model.state_dict(), ...) and loaded into a model that was converted alike"
+            )
         return (
             f"from_pretrained would load this {type(self.model).__name__} with other outputs, since it builds what the "
-            f"config says: {'; '.join(others[:3])}{more}. Fold first: plain, report = equinorm.fold(model, inputs); "
-            "what cannot be folded is saved by torch.save(model.state_dict(), ...) and loaded into a model that was "
-            "converted alike"
+            f"config says: {'; '.join(others[:3])}{more}. {remedy}"
         )
+
+
+def _difference(now: _Module | None, before: _Module | None) -> str:
+    if now is not None and before is not None and now.is_but_for_epsilons(before):
+        old, new = dict(before.epsilons), dict(now.epsilons)
+        changed = [
+            f"{key} = {new.get(key)}, not {old.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)
+        ]
+        return f"has {', '.join(changed)}"
+    return f"is {_described(now)}, not {_described(before)}"
 
 
 def _described(module: _Module | None) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["interrupts_deferred", "model_kept", "tensors_kept"]
+__all__ = ["copy_all_", "interrupts_deferred", "model_kept", "tensors_kept"]
 
-DEFERRED = (signal.SIGINT, signal.SIGTERM)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")  # those that the system has
+DEFERRED = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 @contextmanager
@@ -73,9 +75,28 @@ def _has_no_values(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer)
 
 
+@torch.no_grad()
+def copy_all_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into each tensor what comes with it: into all of them, before what is raised meanwhile is heard.
+
+    >>> copy_all_([(weight, new_weight), (bias, new_bias)])
+    """
+    raised: BaseException | None = None
+    with interrupts_deferred():
+        for tensor, content in pairs:
+            try:
+                tensor.copy_(content)
+            except BaseException as error:  # noqa: PERF203
+                raised = raised or error
+                tensor.copy_(content)
+    if raised is not None:
+        raise raised
+
+
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C and a request to end are delivered when the block has ended, so that it is done whole.
+    """Ctrl-C, a request to end and whatever else a signal's handler would raise are delivered when the block has ended,
+    so that it is done whole.
 
     >>> with interrupts_deferred():
     ...     move_everything()
@@ -85,15 +106,20 @@ def interrupts_deferred() -> Iterator[None]:
         return
     arrived: list[tuple[int, Any]] = []
     before = {number: signal.getsignal(number) for number in DEFERRED}
-    mine = [number for number, handler in before.items() if callable(handler)]
-    for number in mine:
-        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+    mine = [(number, handler) for number, handler in before.items() if callable(handler)]
     try:
+        for number, _ in mine:
+            signal.signal(number, lambda number, frame: arrived.append((number, frame)))
         yield
     finally:
-        for number in mine:
-            signal.signal(number, before[number])
-        for arrival, frame in arrived:
-            handler = before[signal.Signals(arrival)]
-            assert callable(handler)
-            handler(arrival, frame)
+        _all([partial(signal.signal, number, handler) for number, handler in mine])
+        _all([partial(handler, number, frame) for number, frame in arrived for each, handler in mine if each == number])
+
+
+def _all(calls: Sequence[Callable[[], Any]]) -> None:
+    """Make every call, whatever one of them raises."""
+    if calls:
+        try:
+            calls[0]()
+        finally:
+            _all(calls[1:])

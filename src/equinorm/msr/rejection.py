@@ -14,7 +14,7 @@ from ..errors import counted
 from ..launch import dense, kernels
 from ..models.closures import closure_of, with_closure
 from ..models.filters import filter_norm
-from ..models.flat import refuse_flat_model
+from ..models.flat import refuse_flat_model, refuse_flat_optimizer
 from ..models.frozen import held_by
 from ..models.handle import Handle
 from ..models.parametrized import originals
@@ -75,6 +75,8 @@ class MeanShiftRejection:
             raise ValueError(f"max_step must be positive, or None for no limit; got {max_step}")
         model = unwrap(model)
         optimizers = unwrap_optimizers(optimizer)
+        for one in optimizers:
+            refuse_flat_optimizer(one)
         refuse_flat_model(model)
         reshard(model)
         layers = dict(scaled_kernels(model))

@@ -2,7 +2,18 @@
 
 from .capture import TraceError
 from .explain import Explanation, Row
+from .mappings import Mapping
 from .rules.registry import register_rule
 from .symmetry import ScaledParameter, Symmetry, Term, trace
 
-__all__ = ["Explanation", "Row", "ScaledParameter", "Symmetry", "Term", "TraceError", "register_rule", "trace"]
+__all__ = [
+    "Explanation",
+    "Mapping",
+    "Row",
+    "ScaledParameter",
+    "Symmetry",
+    "Term",
+    "TraceError",
+    "register_rule",
+    "trace",
+]

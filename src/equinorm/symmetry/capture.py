@@ -347,7 +347,11 @@ def _is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return _says_alias(node) or str(node.target).startswith(_MAY_ALIAS)
+    return _says_alias(node) or _may_alias(node)
+
+
+def _may_alias(node: fx.Node) -> bool:
+    return str(node.target).startswith(_MAY_ALIAS)
 
 
 def _says_alias(node: fx.Node) -> bool:
@@ -415,6 +419,9 @@ def _must_functionalise(module: fx.GraphModule, writable: set[str]) -> bool:
         for written in written_by(node):
             if any(memory.is_hidden(relative) for relative in memory.sharing(written)):
                 return False  # it would be lost: the interpreter freezes all that shares this memory
+            others = [member for member in memory.sharing(written) if member not in (written, node)]
+            if any(map(_may_alias, others)) and any(memory.is_read_after(member, node) for member in others):
+                return False  # and so where an op may have handed out its input itself
             if not is_inplace(node) or written is not node.args[0]:
                 needed = True  # no rule is asked about such a write
                 continue

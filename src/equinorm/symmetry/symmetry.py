@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.flat import refuse_flat_model
+from ..models.saving import guard_saving_
 from ..models.sharding import ALONE, Part, Processes, local, part_of, processes_of, reshard
 from ..models.undo import tensors_kept
 from ..models.unwrapping import unwrap
@@ -20,6 +21,8 @@ from .explain import Explainer, Explanation, where
 from .holding import holding
 from .interpreter import Interpreter
 from .invariances import MODES, Carried, Norms
+from .mappings import Mapping as Diagonal
+from .mappings import mappings, prove
 from .scales import FROZEN
 from .verify import (
     LARGEST,
@@ -81,12 +84,16 @@ class ScaledParameter:
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
         # one exponential of the difference: each by itself may be out of range where their product is not
-        log_factor = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
-        if self.out is not None:
-            log_factor = log_factor + self.out.log_scale(padded)
-        if self.into is not None:
-            log_factor = log_factor - self.into.log_scale(padded)
-        return log_factor.exp()
+        first, *others = self.logs(padded)
+        for other in others:
+            first = first + other
+        return first.exp()
+
+    def logs(self, padded: Tensor) -> list[Tensor]:
+        """Logarithms of the parts of the factor, which broadcast together to its shape."""
+        parts = [] if self.out is None else [self.out.log_scale(padded)]
+        parts += [] if self.into is None else [-self.into.log_scale(padded)]
+        return parts or [padded.new_zeros([1] * len(self.shape))]
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
@@ -159,21 +166,35 @@ class Symmetry:
         return twin
 
     def holding(self, names: Iterable[str]) -> Symmetry:
-        """The rescalings among these that leave the parameters of these names as they are.
+        """The rescalings among these that leave the parameters of these names, and numbers of norms, as they are.
 
         >>> symmetry.holding(name for name, p in model.named_parameters() if not p.requires_grad)
         """
-        held = set(names) & {w.name for w in self.moving}
-        if not held:
-            return self
+        held = set(names) & {*(w.name for w in self.moving), *(c.name for c in self.carried)}
+        return self._restricted(held) if held else self
+
+    def tying(self, groups: Iterable[Iterable[str]]) -> Symmetry:
+        """The rescalings among these under which the numbers of norms in each group change by one factor.
+
+        >>> symmetry.tying([[carried.name for carried in symmetry.carried]])  # they have one entry in a config
+        """
+        terms = {carried.name: carried.term for carried in self.carried}
+        ties: list[ScaledParameter] = []
+        for group in groups:
+            tied = [terms[name] for name in group if name in terms]
+            for other in tied[1:]:
+                ties.append(ScaledParameter(f"tie {len(ties)}", torch.Size([]), tied[0], other, False, 0))
+        return self._restricted(set(), ties) if ties else self
+
+    def _restricted(self, held: set[str], ties: Sequence[ScaledParameter] = ()) -> Symmetry:
+        """Without what moves held parameters and numbers; out = in for ties."""
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, held=(*self.held, *sorted(held)))
-        followers = [
-            ScaledParameter(f"number {i}", torch.Size([]), c.term, None, False, 0) for i, c in enumerate(self.carried)
-        ]
-        left, twin.birth = holding([*self.parameters, *followers], self.birth, held)
+        followers = [ScaledParameter(c.name, torch.Size([]), c.term, None, False, 0) for c in self.carried]
+        every = [*self.parameters, *followers, *ties]
+        left, twin.birth = holding(every, self.birth, held | {tie.name for tie in ties})
         twin.parameters, followers = left[: len(self.parameters)], left[len(self.parameters) :]
-        both = zip(self.carried, followers, strict=True)
+        both = zip(self.carried, followers, strict=False)
         twin.carried = [replace(carried, term=w.out) for carried, w in both if w.out is not None]
         twin.num_scales = len(twin.birth)
         return twin
@@ -194,6 +215,17 @@ class Symmetry:
         twin = object.__new__(Symmetry)
         twin.__dict__.update(self.__dict__, parameters=parameters, processes=processes)
         return twin
+
+    def mappings(self) -> list[Diagonal]:
+        """Where a diagonal can move between layers: SmoothQuant's and AWQ's mappings, in the order of the network.
+
+        >>> print(*equinorm.trace(model, x).mappings(), sep="\\n")
+        """
+        return mappings(self)
+
+    def prove(self, mapping: Diagonal, example_inputs: Any) -> float:
+        """By how much the outputs change, in float64, when the scales of a mapping are moved at random on a copy."""
+        return prove(self, mapping, example_inputs)
 
     @property
     def moving(self) -> list[ScaledParameter]:
@@ -229,13 +261,15 @@ class Symmetry:
         factors = here.factors(log_scales)
         tensors = [here.values(name) for name in factors]
         _check_range(factors, tensors, here.processes)
-        padded = self._padded(log_scales)
+        padded = self.padded(log_scales)
         numbers = [(carried, carried.moved(self.model, padded)) for carried in self.carried]
         shifts = {w.name: w for w in here.moving if w.shift}
         # a factor may leave the range of half precision where what it makes of a weight does not
         exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
         moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         buffers = [carried.value(self.model) for carried in self.carried]
+        if not all(isinstance(buffer, Tensor) for buffer in buffers):
+            guard_saving_(self.model)  # numbers such as ε are in no state dict
         with tensors_kept([*tensors, *(b for b in buffers if isinstance(b, Tensor))]), self._numbers_kept():
             for name, tensor, factor in zip(factors, tensors, moved, strict=True):
                 if name in shifts:
@@ -250,7 +284,7 @@ class Symmetry:
 
     def others(self, log_scales: Tensor) -> dict[str, Tensor | float]:
         """What the numbers, statistics and shifted gains become that a factor alone does not move, by name."""
-        padded = self._padded(log_scales)
+        padded = self.padded(log_scales)
         found: dict[str, Tensor | float] = {c.name: c.moved(self.model, padded) for c in self.carried}
         for w in self.moving:
             if w.shift:
@@ -272,10 +306,11 @@ class Symmetry:
 
     def factors(self, log_scales: Tensor) -> dict[str, Tensor]:
         """The positive factor on each parameter, broadcastable to its shape, in float64."""
-        padded = self._padded(log_scales)
+        padded = self.padded(log_scales)
         return {p.name: p.factor(padded) for p in self.moving}
 
-    def _padded(self, log_scales: Tensor) -> Tensor:
+    def padded(self, log_scales: Tensor) -> Tensor:
+        """Log-scales as a `Term` asks for them: in float64, and a 0 behind them for what is frozen."""
         log_scales = torch.as_tensor(log_scales, dtype=torch.float64, device="cpu")
         if log_scales.shape != (self.num_scales,):
             raise ValueError(f"log_scales must have shape ({self.num_scales},), got {tuple(log_scales.shape)}")

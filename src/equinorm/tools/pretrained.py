@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -38,6 +39,7 @@ from ..symmetry import ScaledParameter, Symmetry, Term
 from ..symmetry.capture import PLAIN_DTYPES
 from . import verify
 from .checkpoints import Checkpoint, first_line, same_bits
+from .epsilon import entries_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -257,6 +259,12 @@ class Bound:
         found = self._group_of[canonical].values(get)
         return next(tensor for own, tensor in found.items() if self._canonical[own] == canonical)
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """All entries, those too that the folder leaves at their defaults."""
+        config: Any = self.model.config
+        return {**config.to_dict(), **self.folder.config}
+
     def canonical(self, name: str) -> str:
         """The first of the names of a tensor of the model."""
         return self._canonical[name]
@@ -398,12 +406,13 @@ def parts(symmetry: Symmetry) -> list[Part]:
 class Plan:
     """What is going to be written: factors on parameters, and entries of the config."""
 
-    factors: dict[str, Tensor]  # by the first name of the parameter
+    factors: dict[str, Callable[[], Tensor]]
+    """By the first name of the parameter; made when its file is written: all of them are as large as the model."""
     counts: set[str]  # parameters that count in the norm
     p: float
     config: dict[str, Any] = field(default_factory=dict)
-    """Entries that change with the weights. Norms that absorb the size of what they read would change their ε here
-    (`rms_norm_eps`, `layer_norm_eps`); least-norm criteria hold those scales, so nothing does today."""
+    """Entries that change with the weights: the ε of norms that absorb the size of what they read (`rms_norm_eps`,
+    `layer_norm_eps`). Least-norm criteria hold those scales; `equinorm fit16` moves them."""
     imbalance: float = 0.0
     iterations: int = 0
     converged: bool = True
@@ -413,6 +422,7 @@ class Plan:
     passes: float = 0.0  # of the solver over the weights, on average
     value_before: float = 0.0  # of the criterion, as in `BalanceReport`
     value_after: float = 0.0
+    shifts: dict[str, float] = field(default_factory=dict)  # of gains that are stored minus a number: that number
 
 
 @torch.no_grad()
@@ -451,11 +461,19 @@ def balanced(
             passes, size = passes + found.passes * numbers, size + numbers
             part.tensors = {}
     return Plan(
-        factors={bound.canonical(name): factor for name, factor in symmetry.factors(log_scales).items()},
+        factors={bound.canonical(name): factor for name, factor in factors_when_due(symmetry, log_scales).items()},
         counts={bound.canonical(w.name) for w in symmetry.parameters if counts(w)},
         p=p, imbalance=imbalance, iterations=iterations, converged=converged, num_scales=symmetry.num_scales, held=held,
         held_in=tuple(held_in), passes=passes / max(size, 1), value_before=before, value_after=after,
+        config=entries_of(symmetry, log_scales, bound.config),
     )  # fmt: skip
+
+
+def factors_when_due(symmetry: Symmetry, log_scales: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """What makes the factor on each parameter that a scale moves, by its name."""
+    padded = symmetry.padded(log_scales)
+    moved = (w for w in symmetry.moving if any(bool(log.any()) for log in w.logs(padded)))
+    return {w.name: partial(w.factor, padded) for w in moved}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -586,7 +604,8 @@ def _rescaled_shard(bound: Bound, plan: Plan, keys: list[str], norms: _Norms) ->
                 factor = plan.factors.get(canonical)
                 counts = norms.begin(canonical)
                 if factor is not None:
-                    values[name], moved = rescaled(value, factor, norms if counts else None), True
+                    shift = plan.shifts.get(canonical, 0.0)
+                    values[name], moved = rescaled(value, factor(), norms if counts else None, shift), True
                 elif counts:
                     for piece in value.reshape(-1).split(CHUNK):
                         norms.add(piece, piece)
@@ -599,8 +618,10 @@ def _rescaled_shard(bound: Bound, plan: Plan, keys: list[str], norms: _Norms) ->
     return made
 
 
-def rescaled(tensor: Tensor, factor: Tensor, norms: _Norms | None = None) -> Tensor:
+def rescaled(tensor: Tensor, factor: Tensor, norms: _Norms | None = None, shift: float = 0.0) -> Tensor:
     """A tensor times a factor that broadcasts to it, rounded once, computed a piece at a time.
+
+    With a shift, tensor + shift is multiplied: a gain that is stored minus 1.
 
     >>> rescaled(torch.ones(2, dtype=torch.bfloat16), torch.tensor([3.0, 0.5]))
     tensor([3.0000, 0.5000], dtype=torch.bfloat16)
@@ -609,15 +630,19 @@ def rescaled(tensor: Tensor, factor: Tensor, norms: _Norms | None = None) -> Ten
     exact = torch.float64 if tensor.dtype in (torch.float64, torch.float32) else torch.float32
     factor = factor.to(exact)
     if tensor.ndim == 0 or not tensor.numel():
-        return made.copy_(tensor.to(exact) * factor)
+        return made.copy_(_shifted(tensor.to(exact), factor, shift))
     rows = max(1, CHUNK // (tensor.numel() // len(tensor)))
     for start in range(0, len(tensor), rows):
         piece = tensor[start : start + rows].to(exact)
         by = factor[start : start + rows] if len(factor) > 1 else factor
-        new = made[start : start + rows].copy_(piece * by)
+        new = made[start : start + rows].copy_(_shifted(piece, by, shift))
         if norms is not None:
             norms.add(piece, new)
     return made
+
+
+def _shifted(x: Tensor, factor: Tensor, shift: float) -> Tensor:
+    return (x + shift) * factor - shift if shift else x * factor
 
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:

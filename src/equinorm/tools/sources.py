@@ -12,6 +12,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -32,6 +33,10 @@ from . import pretrained, transformer
 from .checkpoints import first_line
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+LARGEST_INPUT = 1 << 31
+"""Numbers in one example input: more are a slip of the pen."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ def parse_input(text: str) -> Input:
             f"cannot read --input {text!r}: write a shape like 1,3,224,224, with a dtype 1,16:int64, or with the name "
             "of the argument input_ids=1,16:int64"
         ) from None
+    if math.prod(shape) > LARGEST_INPUT:
+        raise UserError(f"--input {text} asks for {math.prod(shape):.1e} numbers: give a smaller example")
     return Input(shape, dtype, name or None)
 
 
@@ -220,7 +227,7 @@ def _guarded(action: Callable[[], Any], what: str) -> Any:
         return action()
     except (ModuleNotFoundError, UserError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file of the user's may end the program
         frames = traceback.extract_tb(error.__traceback__)
         place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         raise UserError(f"{what} failed with {type(error).__name__}: {first_line(error)}{place}") from error

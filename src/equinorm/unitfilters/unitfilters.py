@@ -65,8 +65,8 @@ class UnitFilters:
         self.optimizers = unwrap_optimizers(optimizer)
         given: tuple[Any, ...] = self.optimizers
         for one in given:
+            refuse_flat_optimizer(one)
             if not isinstance(one, Optimizer):
-                refuse_flat_optimizer(one)
                 raise TypeError(
                     f"expected a torch.optim.Optimizer, got {type(one).__name__}; of a wrapper, pass what it wraps"
                 )

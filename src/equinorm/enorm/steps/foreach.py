@@ -19,13 +19,14 @@ from torch import Tensor
 from ...criteria.norm import Side, Sum, powers_of
 from ..biases import Gains
 from .fused import FusedStep, TensorSet
+from .moves import Moves
 from .protocol import Problem
 from .structure import COLUMN, ROW, MatrixView, NetStructure, may_cancel, net_structure
 
 __all__ = ["ForeachStep"]
 
-PIECE = 2**17
-"""Elements of factors that are made at a time."""
+PIECE = 2**18
+"""Elements of factors that are made at a time: a megabyte in float32, which the second cache of a core holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,8 @@ class GroupedView:
     def spread(self, factors: Tensor) -> Tensor:
         """The factors of its columns, for all columns of memory."""
         _, outer, columns, inner = self.shape
+        if outer == inner == 1:
+            return factors
         return factors[None, :, None].expand(outer, columns, inner).reshape(-1)
 
     def pieces(self) -> Iterator[slice]:
@@ -68,6 +71,16 @@ class GroupedView:
         rows, *repeated = self.shape
         step = max(PIECE // prod(repeated), 1)
         return (slice(start, start + step) for start in range(0, rows, step))
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """Parts of tensors with one matrix of factors: those that are multiplied by it, and those divided by it."""
+
+    matrix: GroupedView
+    channel: int
+    multiplied: list[Tensor]
+    divided: list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +132,8 @@ class ForeachStep(FusedStep):
         self._gain_of = gain[gain >= 0].to(self.device)
         self.s = torch.zeros(net.n + 1, dtype=dtype, device=self.device)
         self._weights: list[Tensor] = []
-        self._parts: list[tuple[GroupedView, int, list[Tensor]]] = []
+        self._parts: list[Scaled] = []
+        self._moves = Moves(problem.dtype)
         kinds = (True, False) if problem.cycles > 1 else (True,)
         blocks = [list(self._blocks(net, views, first)) for first in kinds]
         self._first, self._later = _with_last(blocks[0]), _with_last(blocks[-1])
@@ -128,17 +142,26 @@ class ForeachStep(FusedStep):
 
     def bind(self, sets: Sequence[TensorSet]) -> None:
         """Look at these tensors as matrices."""
-        kinds = [(x.power, x.gained) for x in sets]
-        self._channels = list(dict.fromkeys([(power, False) for power, _ in kinds] + kinds))
         self._weights = [q for q in sets[0].tensors if q is not None]
+        self._channels: list[tuple[float, bool]] = []
         self._parts = []
         for matrix in self._matrices:
-            parts: dict[int, list[Tensor]] = {}
+            parts: dict[tuple[float, bool], Scaled] = {}
             for x in sets:
                 tensor, gained = x.tensors[matrix.parameter], x.gained and matrix.gained
-                if tensor is not None and (matrix.scaled or gained):
-                    parts.setdefault(self._channels.index((x.power, gained)), []).append(matrix.of(tensor))
-            self._parts += [(matrix, channel, tensors) for channel, tensors in parts.items()]
+                if tensor is None or not (matrix.scaled or gained):
+                    continue
+                inverse = parts.get((-x.power, False)) if not gained else None
+                if inverse is not None:  # momentum, say: no factors of its own
+                    inverse.divided.append(matrix.of(tensor))
+                    continue
+                channel = (x.power, gained)
+                if channel not in parts:
+                    if channel not in self._channels:
+                        self._channels.append(channel)
+                    parts[channel] = Scaled(matrix, self._channels.index(channel), [], [])
+                parts[channel].multiplied.append(matrix.of(tensor))
+            self._parts += parts.values()
 
     # -- the cycle -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +205,7 @@ class ForeachStep(FusedStep):
 
     # -- new coordinates -----------------------------------------------------------------------------------------------
 
-    def move(self) -> None:
+    def begin_move(self) -> None:
         self.log_t += self.s[:-1]
         self.gains.measure_(self.log_t)
         total = self._log_factors(slice(None))
@@ -192,13 +215,24 @@ class ForeachStep(FusedStep):
             if gained and power < 0 and len(self._gain_of):
                 powered = powered.index_add(0, self._gained, -power * self.gains.change[self._gain_of].to(self.dtype))
             factors.append(powered.exp())
-        for matrix, channel, tensors in self._parts:
-            by_row, by_column = factors[channel][matrix.rows], matrix.spread(factors[channel][matrix.columns])
+        self._moves.clear()
+        for part in self._parts:
+            matrix, own = part.matrix, factors[part.channel]
+            by_row, by_column = own[matrix.rows, None], matrix.spread(own[matrix.columns])[None]
             for piece in matrix.pieces():
-                factor = by_row[piece, None] * by_column
-                for tensor in tensors:
-                    tensor[piece].mul_(factor)
-        self._weights, self._parts = [], []  # gradients may be freed now
+                self._moves.add_products(
+                    [tensor[piece] for tensor in part.multiplied],
+                    [tensor[piece] for tensor in part.divided],
+                    by_row[piece],
+                    by_column,
+                )
+        self._moves.reserve()
+        self._weights, self._parts = [], []  # gradients may be freed when all is done
+
+    def finish_move(self) -> BaseException | None:
+        raised = self._moves.make()
+        self._moves.clear()
+        return raised
 
     # -- setting up ----------------------------------------------------------------------------------------------------
 

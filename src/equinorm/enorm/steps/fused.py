@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from ...models.undo import tensors_kept
 from ..biases import Gains
 from ..optimizer_state import carry_state_, needs_functions, powered_state, step_is_linear
+from .moves import Moves, powers
 from .protocol import Problem, Step, TrainingState
 
 __all__ = ["FusedStep", "ParameterLayouts", "TensorSet"]
@@ -88,9 +91,20 @@ class FusedStep(Step):
     def sweep(self, cycles: int = 1) -> Tensor:
         """The log-scales of this step: `cycles` ENorm cycles from 0."""
 
+    def move(self) -> BaseException | None:
+        """Multiply all tensors by the factors of `s`, and add it to log_t: all of it, or nothing. What interrupted it
+        is returned."""
+        with tensors_kept(self.own_tensors()):
+            self.begin_move()
+            return self.finish_move()
+
     @abstractmethod
-    def move(self) -> None:
-        """Multiply all tensors by the factors of `s`, and add it to log_t."""
+    def begin_move(self) -> None:
+        """Add `s` to log_t, measure the gains of safe biases, and have all factors ready."""
+
+    @abstractmethod
+    def finish_move(self) -> BaseException | None:
+        """Multiply all tensors by the factors."""
 
     @property
     def repeats(self) -> bool:
@@ -101,9 +115,11 @@ class FusedStep(Step):
         return self.memory.fits(weights)
 
     def repeat(self, state: TrainingState) -> None:
-        self.sweep(self.problem.cycles)
-        self.move()
+        self.hold_small_(self.sweep(self.problem.cycles))
+        raised = self.move()
         torch.autograd.graph.increment_version([*state.weights.values()])
+        if raised is not None:
+            raise raised
 
     def step(self, state: TrainingState) -> bool:
         names, weights = list(state.weights), list(state.weights.values())
@@ -117,32 +133,56 @@ class FusedStep(Step):
         gradients = [TensorSet(fitting(q.grad for q in weights), -1.0)] if state.gradients else []
         self.bind([TensorSet(weights, 1.0), *(x for sets in carried for x in sets.values()), *twins, *gradients])
         s = self.sweep(self.problem.cycles)[:-1]
+        self.hold_small_(s)
         if (representable := self.representable(s, state.weights)) is not s:
             s.copy_(representable)
-        self.move()
-        torch.autograd.graph.increment_version(weights)
-        complete = True
+        left: dict[str, list[_Left]] = {}  # what the kernels do not reach
         for i, (name, tensor) in enumerate(state.weights.items()):
             gradient = tensor.grad if gradients and gradients[0].tensors[i] is None else None
-            others = [
-                other.tensor(name)
+            found = [] if gradient is None else [_Left(gradient, -1.0)]
+            found += [
+                _Left(other.tensor(name), 1.0)
                 for other, tensors in zip(state.companions, twins, strict=True)
                 if tensors.tensors[i] is None
             ]
-            left = []  # the optimizers with state that is not done, and what is
             for optimizer, of, sets in zip(state.optimizers, powered, carried, strict=True):
-                done = {key for key, tensors in sets.items() if tensors.tensors[i] is not None}
-                missing = any(held[i] is not None for key, (_, held) in of.items() if key not in done)
-                if missing or needs_functions(optimizer, tensor):
-                    left.append((optimizer, done))
-            if not (left or others or gradient is not None):
-                continue
-            complete = False
-            factor = self.terms(name).factor(self.s)
-            if gradient is not None:
-                gradient.div_(factor)
-            for optimizer, done in left:
-                carry_state_(optimizer, tensor, factor, state.biases.gradient_gain(name), skip=done)
-            for twin in others:
-                twin.mul_(factor.to(twin.device))
-        return complete and representable is s and self.repeats
+                for key, (power, held) in of.items():
+                    if (value := held[i]) is not None and sets[key].tensors[i] is None:
+                        found.append(_Left(value, power, of_state=True))
+                if needs_functions(optimizer, tensor):
+                    found.append(_Left(optimizer, skip=set(of)))
+            if found:
+                left[name] = found
+        raised = self._move_with(left, state) if left else self.move()
+        torch.autograd.graph.increment_version(weights)
+        if raised is not None:
+            raise raised
+        return not left and representable is s and self.repeats
+
+    def _move_with(self, left: dict[str, list[_Left]], state: TrainingState) -> BaseException | None:
+        """Move all tensors, and what is left."""
+        moves = Moves(self.s.dtype)
+        with tensors_kept([*self.own_tensors(), *state.by_functions()]):
+            self.begin_move()
+            for name, found in left.items():
+                terms, tensor = self.terms(name), state.weights[name]
+                logs, log_gain = terms.logs(self.s), state.biases.log_gradient_gain(name)
+                for each in found:
+                    if isinstance(each.what, Tensor):
+                        moves.add(each.what, powers(logs, each.power, log_gain if each.of_state else None))
+                    else:
+                        factor, gain = terms.factor(self.s), state.biases.gradient_gain(name)
+                        carry_state_(each.what, tensor, factor, gain, skip=each.skip)
+            moves.reserve()
+            raised = self.finish_move()
+            return moves.make() or raised
+
+
+@dataclass(frozen=True, eq=False)
+class _Left:
+    """A tensor that follows a power of the factor, or an optimizer with state that follows by a function."""
+
+    what: Tensor | Optimizer
+    power: float = 1.0
+    of_state: bool = False
+    skip: Collection[str] = ()

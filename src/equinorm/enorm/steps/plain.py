@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ...criteria.norm import Objective, imbalance, layouts
+from ...models.undo import tensors_kept
 from ...solver import Cycle
 from ..biases import Gains
-from ..optimizer_state import carry_state_
+from ..optimizer_state import carry_state_, needs_functions, powered_state
+from .moves import Moves, powers
 from .protocol import Problem, Step, TrainingState
 
 __all__ = ["PlainStep"]
@@ -39,18 +41,29 @@ class PlainStep(Step):
     def step(self, state: TrainingState) -> bool:
         s = self.representable(self._cycles(state.weights), state.weights)
         padded = torch.cat([s, s.new_zeros(1)])
-        self.log_t += s
-        self.gains.measure_(self.log_t)
-        for name, tensor in state.weights.items():
-            factor = self.terms(name).factor(padded)
-            tensor.mul_(factor)
-            if state.gradients and tensor.grad is not None:
-                tensor.grad.div_(factor)
-            for optimizer in state.optimizers:
-                carry_state_(optimizer, tensor, factor, state.biases.gradient_gain(name))
-            for other in state.companions:
-                twin = other.tensor(name)
-                twin.mul_(factor.to(twin.device))
+        moves, weights = Moves(self.objective.dtype), list(state.weights.values())
+        powered = [powered_state(optimizer, weights) for optimizer in state.optimizers]
+        with tensors_kept([*self.own_tensors(), *state.by_functions()]):
+            self.log_t += s
+            self.gains.measure_(self.log_t)
+            for i, (name, tensor) in enumerate(state.weights.items()):
+                logs = self.terms(name).logs(padded)
+                moves.add(tensor, logs)
+                if state.gradients and tensor.grad is not None:
+                    moves.add(tensor.grad, [-log for log in logs])
+                for optimizer, of in zip(state.optimizers, powered, strict=True):
+                    for power, held in of.values():
+                        if (value := held[i]) is not None:
+                            moves.add(value, powers(logs, power, state.biases.log_gradient_gain(name)))
+                    if needs_functions(optimizer, tensor):
+                        factor, gain = self.terms(name).factor(padded), state.biases.gradient_gain(name)
+                        carry_state_(optimizer, tensor, factor, gain, skip=set(of))
+                for other in state.companions:
+                    moves.add(other.tensor(name), logs)
+            moves.reserve()
+            raised = moves.make()
+        if raised is not None:
+            raise raised
         return False
 
     def _cycles(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -59,6 +72,7 @@ class PlainStep(Step):
         s = torch.zeros_like(self.log_t, dtype=self.objective.dtype)
         for _ in range(self.problem.cycles):
             s = self._cycle.run(s)
+        self.hold_small_(s)
         return s
 
     def imbalance(self, state: TrainingState) -> float:

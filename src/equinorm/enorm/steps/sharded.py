@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from ...models.sharding import local, part_of, placement, sharded_like
+from ...models.undo import tensors_kept
 from ...symmetry import ScaledParameter
 from ..biases import Gains
 from ..optimizer_state import carry_state_, needs_functions, powered_state
+from .moves import Moves, powers
 from .plain import PlainStep
 from .protocol import Problem, TrainingState
 
@@ -48,39 +50,46 @@ class ShardedStep(PlainStep):
         parts = {name: local(q) for name, q in state.weights.items()}
         s = self.representable(self._cycles(parts), parts)
         padded = torch.cat([s, s.new_zeros(1)])
-        self.log_t += s
-        self.gains.measure_(self.log_t)
-        weights = list(state.weights.values())
+        moves, weights = Moves(self.objective.dtype), list(state.weights.values())
         powered = [powered_state(optimizer, weights) for optimizer in state.optimizers]
-        for i, (name, tensor) in enumerate(state.weights.items()):
-            factor = self.terms(name).factor(padded)
-            parts[name].mul_(factor)
-            if state.gradients and tensor.grad is not None:
-                local(tensor.grad).div_(self._factor(name, tensor.grad, tensor, factor, padded))
-            gain = state.biases.gradient_gain(name)
-            for optimizer, of in zip(state.optimizers, powered, strict=True):
-                for power, held in of.values():
-                    if (value := held[i]) is not None:
-                        own = self._factor(name, value, tensor, factor, padded)
-                        local(value).mul_(own**power if power > 0 or gain is None else (gain / own) ** -power)
-                if needs_functions(optimizer, tensor):
-                    whole = None if gain is None else sharded_like(gain.expand_as(parts[name]), tensor)
-                    along = sharded_like(factor.expand_as(parts[name]), tensor)
-                    carry_state_(optimizer, tensor, along, whole, skip=set(of))
-            for other in state.companions:
-                twin = other.tensor(name)
-                local(twin).mul_(self._factor(name, twin, tensor, factor, padded).to(twin.device))
+        with tensors_kept([*self.own_tensors(), *state.by_functions()]):
+            self.log_t += s
+            self.gains.measure_(self.log_t)
+            for i, (name, tensor) in enumerate(state.weights.items()):
+
+                def logs(other: Tensor, name: str = name, tensor: Tensor = tensor) -> list[Tensor]:
+                    return self._terms_of(name, other, tensor).logs(padded)
+
+                moves.add(parts[name], logs(tensor))
+                if state.gradients and tensor.grad is not None:
+                    moves.add(local(tensor.grad), [-log for log in logs(tensor.grad)])
+                for optimizer, of in zip(state.optimizers, powered, strict=True):
+                    for power, held in of.values():
+                        if (value := held[i]) is not None:
+                            gain = state.biases.log_gradient_gain(name)
+                            moves.add(local(value), powers(logs(value), power, gain))
+                    if needs_functions(optimizer, tensor):
+                        factor, own_gain = self.terms(name).factor(padded), state.biases.gradient_gain(name)
+                        whole = None if own_gain is None else sharded_like(own_gain.expand_as(parts[name]), tensor)
+                        along = sharded_like(factor.expand_as(parts[name]), tensor)
+                        carry_state_(optimizer, tensor, along, whole, skip=set(of))
+                for other in state.companions:
+                    moves.add(local(other.tensor(name)), logs(other.tensor(name)))
+            moves.reserve()
+            raised = moves.make()
         torch.autograd.graph.increment_version([*state.weights.values()])
+        if raised is not None:
+            raise raised
         return False
 
     def imbalance(self, state: TrainingState) -> float:
         return super().imbalance(replace(state, weights={name: local(q) for name, q in state.weights.items()}))
 
-    def _factor(self, name: str, tensor: Tensor, weight: Tensor, factor: Tensor, padded: Tensor) -> Tensor:
-        """The factor on the part of a tensor that is here, given that on the part of the weight."""
+    def _terms_of(self, name: str, tensor: Tensor, weight: Tensor) -> ScaledParameter:
+        """A parameter's terms on the part of a tensor that is here: those of the weight, where it is sharded alike."""
         where = placement(tensor)
         if where == placement(weight):
-            return factor
+            return self.terms(name)
         if (name, where) not in self._elsewhere:
-            self._elsewhere[name, where] = self._whole[name].within(part_of(tensor, name)).to(padded.device)
-        return self._elsewhere[name, where].factor(padded)
+            self._elsewhere[name, where] = self._whole[name].within(part_of(tensor, name)).to(self.log_t.device)
+        return self._elsewhere[name, where]

@@ -894,7 +894,15 @@ class TritonStep(FusedStep):
         return self.s
 
     def move(self) -> None:
-        self._launch(("move", self.early), self._moving)
+        """Nothing comes between the kernels: what they write themselves needs no copy."""
+        self.begin_move()
+        self.finish_move()
+
+    def begin_move(self) -> None:
+        self._launch(("begin", self.early), self._raising)
+
+    def finish_move(self) -> None:
+        self._launch(("finish", self.early), self._rescaling)
 
     def _launch(self, series: tuple[object, ...], make: Callable[[], Iterator[Callable[[], None]]]) -> None:
         """Launch a series of kernels; they are made once, for tensors and numbers stay the same from step to step."""
@@ -1023,7 +1031,7 @@ class TritonStep(FusedStep):
                 EARLY=self.early,
             ).on(block.variables, updated, self.s)
 
-    def _moving(self) -> Iterator[Callable[[], None]]:
+    def _raising(self) -> Iterator[Callable[[], None]]:
         tables, B = self.tables, 512
         gains = self.gains
         if len(gains):
@@ -1051,6 +1059,9 @@ class TritonStep(FusedStep):
             self._gained,
             self._factors,
         )
+
+    def _rescaling(self) -> Iterator[Callable[[], None]]:
+        tables = self.tables
         yield Launch(
             _rescale,
             (len(tables.chunks), self._slots),

@@ -21,7 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -49,6 +49,7 @@ class Cost:
     peak_bytes: int
     copies: tuple[float, float]  # seconds of a copy, before and after
     seconds: float
+    processor_seconds: float  # that the process had a core, of all its threads
     passes: float  # of the solver over the weights
     scales: int
     imbalance: float
@@ -81,12 +82,13 @@ def measure(quick: bool = False) -> Cost:
         if shutil.disk_usage(folder).free < 2.1 * size:
             raise UserError(f"{folder} has no room for two copies of {size / 1e9:.1f} GB: set TMPDIR to another place")
         before, load_before = _copy(files, folder / "copy"), os.getloadavg()[0]
-        seconds, peak, said = _balance(folder / "llama", folder / "balanced")
+        spent, said = _balance(folder / "llama", folder / "balanced")
         after, load_after = _copy(files, folder / "copy"), os.getloadavg()[0]
     return Cost(
         name="tiny" if quick else NAMES[0], numbers=numbers, bytes=size, files=len(files),
         largest_shard=said["largest_shard"], solver_bytes=said["solver_bytes"], program_bytes=said["program_bytes"],
-        peak_bytes=peak, copies=(before, after), seconds=seconds, passes=said["passes"], scales=said["num_scales"],
+        peak_bytes=spent.bytes, copies=(before, after), seconds=spent.seconds,
+        processor_seconds=spent.processor_seconds, passes=said["passes"], scales=said["num_scales"],
         imbalance=said["imbalance"], change=said["verified"]["change"], norm_before=said["norm_before"],
         norm_after=said["norm_after"], load=(load_before, load_after),
     )  # fmt: skip
@@ -138,8 +140,14 @@ def _copy(files: list[Path], into: Path) -> float:
     return seconds
 
 
-def _balance(folder: Path, output: Path) -> tuple[float, int, dict[str, Any]]:
-    """Seconds, the highest resident set, and what the command said."""
+class Spent(NamedTuple):
+    seconds: float
+    processor_seconds: float
+    bytes: int  # the highest resident set
+
+
+def _balance(folder: Path, output: Path) -> tuple[Spent, dict[str, Any]]:
+    """What the command took, and what it said."""
     command = [sys.executable, "-m", "equinorm.cli", "balance", f"hf:{folder}", "--output", str(output), "--json"]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": path}
@@ -153,7 +161,8 @@ def _balance(folder: Path, output: Path) -> tuple[float, int, dict[str, Any]]:
         err.seek(0)
         if process.returncode:
             raise UserError(f"balance ended with {process.returncode}: {err.read().strip()[-500:]}")
-        return seconds, usage.ru_maxrss * 1024, json.loads(out.read())
+        spent = Spent(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+        return spent, json.loads(out.read())
 
 
 def table_of(costs: list[Cost]) -> Table:
@@ -192,6 +201,7 @@ _ROWS = [
     ("passes of the solver over the weights", lambda x: f"{x.passes:.1f}"),
     ("time allowed: 3 + passes copies", lambda x: f"{x.allowed_seconds:.1f} s"),
     ("time taken", lambda x: f"{x.seconds:.1f} s, {x.seconds / x.copy_seconds:.1f} copies"),
+    ("processor time, of all threads", lambda x: f"{x.processor_seconds:.1f} s"),
     ("time", lambda x: _verdict(x, x.seconds <= x.allowed_seconds)),
     ("norm", lambda x: f"{x.norm_before:.6g} -> {x.norm_after:.6g}"),
     ("largest imbalance", lambda x: f"{x.imbalance:.1e}"),

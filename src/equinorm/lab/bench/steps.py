@@ -1,7 +1,8 @@
 """What a normalization adds to a training step: ResNet-18 and 50, and a Llama-shaped net of a billion parameters.
 
 Forward, backward and SGD with momentum on random inputs; on a GPU bfloat16 autocast, channels_last and fused SGD, timed
-by CUDA events. The variants of a network take turns, so that a slow moment of the machine hits all of them.
+by CUDA events; on a CPU by the clock, or with a single thread by the time that the process had. The variants of a
+network take turns, so that a slow moment of the machine hits all of them.
 
 A host that is slow to launch kernels hides what they cost, or adds to it. So whole training steps are measured as CUDA
 graphs too, which the host has no part in. ENorm costs so little that the optimizer's step is measured by itself, with
@@ -14,6 +15,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,11 +25,14 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import ENorm, MeanShiftRejection
+from ... import ENorm, MeanShiftRejection, convert
 from ...enorm.sgd import ENormSGD
 from ...msr import parameter_groups, scaled_kernels
 from .. import nets as models
+from ..nets.fused import fused_kernels
+from . import norm_traffic
 from .llama import Llama
+from .norm_traffic import NormTraffic
 from .output import Timing
 
 WITHOUT = ("RMSNorm", "no norm")
@@ -55,6 +60,8 @@ class Variant:
     build: Callable[[], nn.Module]
     attach: Callable[[nn.Module, torch.optim.Optimizer, Tensor], object] = lambda *_: None
     optimizer: Callable[[nn.Module, Any, Tensor], torch.optim.Optimizer] = _sgd
+    fused: bool = False
+    """Whether layers take in what stands beside them: sum, ReLU and convolution, as the laboratory trains them."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ class StepCost:
     bandwidth: float | None = None  # bytes per second that a copy of a gigabyte moves
     update: Timing | None = None  # the optimizer's step by itself, ENorm's included
     passes: Timing | None = None  # a forward and a backward pass by themselves, where a step has several
+    traffic: NormTraffic | None = None  # what the norm must at least move and launch,
+    traffic_bytes: int | None = None  # and that of a step in bytes
     captured: Timing | None = None  # the whole training step as a CUDA graph,
     captured_adds: float | None = None  # and the same of that
     captured_of_bn: float | None = None
@@ -93,8 +102,8 @@ class StepCost:
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def _enorm(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> object:
-    enorm = ENorm(model, optimizer, _example(x), gradients=False)  # gradients are zeroed after every step
+def _enorm(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, gradients: bool = False) -> object:
+    enorm = ENorm(model, optimizer, _example(x), gradients=gradients)  # which are zeroed after every step
     enorm.attach()
     return enorm
 
@@ -121,6 +130,11 @@ def resnet(depth: int, batch: int, size: int = 224, classes: int = 1000, **optio
             f"resnet{depth}", classes=classes, in_shape=shape, norm=norm, norm_options=norm_options, **options
         )
 
+    def pairs(**norm_options: Any) -> nn.Module:
+        """EquiNorm with ReLUs that leave their sums, which is drop-in."""
+        model = build("equinorm", **norm_options)
+        return convert(model, "equinorm", torch.zeros(2, 3, size, size), pairs=True, inplace=True)[0]
+
     variants = (
         Variant("no norm", partial(build, "none")),
         Variant("BN", partial(build, "batchnorm")),
@@ -129,7 +143,11 @@ def resnet(depth: int, batch: int, size: int = 224, classes: int = 1000, **optio
         Variant("ENorm", partial(build, "none"), _enorm),
         Variant("ENorm, fused with SGD", partial(build, "none"), optimizer=_enorm_sgd),
         Variant("EquiNorm", partial(build, "equinorm")),
+        Variant("EquiNorm, fused pairs", pairs),
+        Variant("EquiNorm, fused blocks", pairs, fused=True),
         Variant("EquiNorm, a quarter", partial(build, "equinorm", stats_fraction=0.25)),
+        Variant("EquiNorm, a quarter, fused pairs", partial(pairs, stats_fraction=0.25)),
+        Variant("EquiNorm, a quarter, fused blocks", partial(pairs, stats_fraction=0.25), fused=True),
         Variant("MSR", partial(build, "msr"), _msr),
         Variant("WN", partial(build, "weightnorm")),
     )
@@ -141,6 +159,25 @@ def resnet(depth: int, batch: int, size: int = 224, classes: int = 1000, **optio
         return x, torch.randint(classes, (batch,), device=device)
 
     return Network(f"ResNet-{depth}, batch {batch}", variants, inputs)
+
+
+def fc(batch: int, **options: Any) -> Network:
+    """FC-19 of stock2019 on images of CIFAR's size: its step is short beside its weights."""
+
+    def build(norm: str) -> nn.Module:
+        return models.build("fc", classes=10, in_shape=(3, 32, 32), norm=norm, bias=False, **{"hidden": 19, **options})
+
+    variants = (
+        Variant("no norm", partial(build, "none")),
+        Variant("BN", partial(build, "batchnorm")),
+        Variant("ENorm", partial(build, "none"), _enorm),
+        Variant("ENorm, gradients too", partial(build, "none"), partial(_enorm, gradients=True)),
+    )
+
+    def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.rand(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
+
+    return Network(f"FC-19, batch {batch}", variants, inputs, image=False)
 
 
 def llama(batch: int, length: int = 2048, accumulate: int = 1, **options: Any) -> Network:
@@ -169,12 +206,17 @@ def networks(device: torch.device, quick: bool = False) -> dict[str, Network]:
     """What to measure on a device; on a CPU smaller images and batches."""
     if quick:
         tiny = {"layers": 2, "width": 64, "heads": 4, "groups": 2, "hidden": 128, "vocabulary": 100}
-        return {"resnet18": resnet(18, 4, 32, 10, width=8), "llama": llama(1, 16, **tiny)}
+        return {
+            "resnet18": resnet(18, 4, 32, 10, width=8),
+            "llama": llama(1, 16, **tiny),
+            "fc19": fc(4, hidden=2, width=16),
+        }
     if device.type == "cuda":
         return {
             "resnet18": resnet(18, 256),
             "llama": llama(256, 1024, accumulate=16),
             "resnet50": resnet(50, 256),
+            "fc19": fc(256),
             "resnet18-32": resnet(18, 32),
             "resnet50-32": resnet(50, 32),
             "llama-32": llama(32, 1024, accumulate=2),
@@ -183,6 +225,7 @@ def networks(device: torch.device, quick: bool = False) -> dict[str, Network]:
         "resnet18": resnet(18, 8),
         "resnet50": resnet(50, 4),
         "llama": llama(1, 128, layers=2, width=512, hidden=1408),
+        "fc19": fc(256),
     }
 
 
@@ -195,6 +238,7 @@ class Stepper:
     def __init__(self, network: Network, variant: Variant, device: torch.device, compiled: bool) -> None:
         torch.manual_seed(0)
         self.device, self.image, self.accumulate = device, network.image, network.accumulate
+        self.kernels = fused_kernels if variant.fused and not compiled else nullcontext
         gc.collect()  # what is freed later would count as memory that this variant does without
         before = self._allocated()
         self.x, self.y = network.inputs(device)
@@ -221,7 +265,7 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def backward(self) -> None:
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self.kernels(), torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             out = self.run(self.x)
             loss = F.cross_entropy(out.flatten(0, -2).float(), self.y.flatten())
         loss.backward()
@@ -236,6 +280,16 @@ class Stepper:
         self.step(min(self.accumulate, 2))
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - rest + self.static) / 2**30
+
+    def traffic(self) -> dict[str, Any]:
+        """What its norms must at least move and launch: fields of `StepCost`."""
+        if not self.image or self.kernels is fused_kernels:  # in which it is not known who takes in what
+            return {}
+        with self.kernels(), torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            found = norm_traffic.count(self.model, self.x[:2].contiguous(memory_format=torch.channels_last))
+        activation = 2 if self.device.type == "cuda" else 4
+        moved = None if found is None else found.bytes(len(self.x), activation, 4)
+        return {"traffic": found, "traffic_bytes": moved}
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
@@ -355,10 +409,12 @@ def _prepare(device: torch.device) -> None:
 def milliseconds(body: Callable[[], object], times: int, device: torch.device) -> float:
     """The time of one call, measured over several."""
     if device.type != "cuda":
-        begin = time.perf_counter()
+        # with one thread the time of the process itself, which others that the machine works for do not lengthen
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin = clock()
         for _ in range(times):
             body()
-        return 1e3 * (time.perf_counter() - begin) / times
+        return 1e3 * (clock() - begin) / times
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -404,6 +460,8 @@ def measure(
     peaks = {name: stepper.peak() for name, stepper in steppers.items()}
     say(f"{network.name}, {mode}: ENorm by itself")
     alone = measure_alone(steppers, repeats, device)
+    for name, stepper in steppers.items():
+        alone.setdefault(name, {}).update(stepper.traffic())
     try:
         whole = measure_captured(steppers, repeats, device)
     except RuntimeError as error:  # no memory for several graphs, say: what was measured is worth keeping
@@ -476,6 +534,7 @@ def sentences(rows: list[StepCost]) -> list[str]:
     """What ENorm costs by itself, against the bytes it moves, BatchNorm and the step."""
     by_bn = next((row.adds for row in rows if row.variant == "BN"), None)
     said = [sentence for row in rows for sentence in (*_of_cycle(row, by_bn), *_of_floor(row))]
+    said += _of_traffic(rows)
     said += _compared(rows, "update", "the optimizer's step by itself", by_bn)
     said += _compared(rows, "passes", "a forward and a backward pass by themselves", by_bn)
     said += _compared(rows, "captured", "the whole step as a CUDA graph", by_bn)
@@ -501,6 +560,19 @@ def _of_floor(row: StepCost) -> Iterator[str]:
         f"{row.network}: the floor is to read and write weights and momentum once, {row.moved / 1e6:.1f} MB: "
         f"{row.floor} ms as a copy, {least:.3f} ms at the {row.bandwidth / 1e9:.0f} GB/s of a large copy"
     )
+
+
+def _of_traffic(rows: list[StepCost]) -> Iterator[str]:
+    """What norms must at least move, in bytes and at the speed of a large copy."""
+    bandwidth = next((row.bandwidth for row in rows if row.bandwidth is not None), None)
+    for row in rows:
+        if row.traffic is None or row.traffic_bytes is None:
+            continue
+        least = "" if bandwidth is None else f", {1e3 * row.traffic_bytes / bandwidth:.2f} ms at the speed of a copy"
+        yield (
+            f"{row.network}: {row.variant} reads and writes at least {row.traffic_bytes / 1e9:.2f} GB more in an eager "
+            f"step than no norm{least}, in {row.traffic.launches} launches of its own"
+        )
 
 
 def _compared(rows: list[StepCost], field: str, what: str, by_bn: float | None) -> Iterator[str]:

@@ -18,6 +18,7 @@ digits       the set that is always there
 hub          download from the Hugging Face hub
 copies       plain copies of what was downloaded
 folder       folders of image files, decoded in worker processes
+tars         such folders in tar files, decoded once
 augment      augmentation on the device, a batch at a time
 """
 

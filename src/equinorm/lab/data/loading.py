@@ -43,12 +43,13 @@ def data_folder(data_dir: Path | None = None) -> Path:
 def load(name: str, data_dir: Path | None = None, *, verify: bool = True, **options: Any) -> DataSet:
     """The data set of that name, read once per process.
 
-    load("cifar10"); load("svhn", extra=True); load("digits", size=32, channels=3); load("imagenette", size=64)
+        load("cifar10"); load("svhn", extra=True); load("digits", size=32, channels=3); load("imagenette", size=64)
 
-    Options: `size` enlarges or shrinks the images to squares (`interpolation="bilinear"` or `"nearest"`), `channels=3`
-    repeats grey images, `extra=True` adds SVHN's extra images to the training images. Any other name is a folder of
-    image files below the data directory (`train/CLASS/*`, and `val` or `test`), read at `size`; without `size` it is
-    left on disk for `folder.stream`. With `verify` the files' published md5 sums are compared.
+        Options: `size` enlarges or shrinks the images to squares (`interpolation="bilinear"` or `"nearest"`),
+        `channels=3` repeats grey images, `extra=True` adds SVHN's extra images to the training images. Any other
+        name is a folder of image files below the data directory (`train/CLASS/*`, and `val` or `test`), or two tar
+        files of such folders (`NAME/train*.tar`, `NAME/val*.tar`), read at `size`; without `size` a folder is left
+    on disk for `folder.stream`. With `verify` the files' published md5 sums are compared.
     """
     return _load(name, data_folder(data_dir).resolve(), verify, _frozen(options))
 
@@ -171,9 +172,15 @@ def _reshaped(
 
 def _load_folder(name: str, data_dir: Path, options: dict[str, Any]) -> DataSet:
     from .folder import find_folder, read_folder  # needs pillow
+    from .tars import read_tars
 
-    folder = find_folder(name, data_dir)
     size = options.pop("size", None)
+    tars = None if size is None or options else read_tars(name, data_dir, size)
+    if tars is not None:
+        classes, arrays = tars
+        train, test = (_split(name, part, classes, arrays[part]) for part in ("train", "test"))
+        return DataSet(name, classes, train, test, *statistics(train.images))
+    folder = find_folder(name, data_dir)
     if options:
         raise UserError(f"{name} is a folder of images and has no option {', '.join(options)}; there is size")
     if size is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from ...weightnorm import scaled_weight_norm_, weight_norm_
 from ..training.runs import Data, Model, Optim, Run
 from ..training.schedules import Linear
-from .artifacts import Artifact, Claim, Compute
-from .common import Means, changed, grid, over, toy_run, wins
+from .artifacts import Artifact, Claim, Compute, seeds
+from .common import Means, changed, grid, over, toy_run, trained, wins
 
 __all__ = ["artifacts"]
 
@@ -152,6 +153,94 @@ WEIGHT_NORM = Artifact(
         ),
         Claim("WN alone is behind BN", lambda means: bool(wins(means, "BN", "WN", ["CIFAR-10"]))),
     ),
+    shrink=toy_run,
+)
+
+SHORTENED = 40  # epochs
+
+WEIGHT_NORM_SHORT = replace(
+    WEIGHT_NORM,
+    name="arpit2019/weight-norm-short",
+    title=f"Weight norm on CIFAR-10 (ConvPool-CNN-C), {SHORTENED} epochs instead of 200",
+    protocol=WEIGHT_NORM.protocol.replace("One run each.", "")
+    + f"Here the schedule is shortened to {SHORTENED} epochs, the learning rate constant for the first half of them: "
+    "numbers are those of a shorter training and need not agree with the slides'. n = 2.",
+    cells=tuple(
+        replace(cell, runs=seeds(replace(cell.runs[0], epochs=SHORTENED), 2), paper=None) for cell in WEIGHT_NORM.cells
+    ),
+    variant_of="arpit2019/weight-norm",
+)
+
+# -- scaled weight norm and recurrent nets on MNIST (sections 5 and 6) -------------------------------------------------
+
+MNIST_DEPTHS = (5, 10, 20)
+MNIST_ROWS: dict[str, dict[str, Any]] = {
+    "He's start, no norm": {"norm": "none"},
+    "BN": {"norm": "batchnorm"},
+    "WN": {"norm": "weightnorm", "data_init": False},
+    "WN, started from data": {"norm": "weightnorm"},
+    "scaled WN": {"norm": "scaled_weightnorm"},
+}
+MNIST = Run(
+    data=Data("mnist"),
+    model=Model("fc", {"width": 500, "init": "he"}),
+    optim=Optim(lr=0.01, momentum=0.9, schedule=Linear()),
+    epochs=10,
+    batch=128,
+)
+
+SCALED_MNIST = Artifact(
+    name="arpit2019/scaled-weight-norm-mnist",
+    title="Scaled weight norm: training deep nets on MNIST",
+    says="Drawn without numbers: deep nets on MNIST train with scaled weight norm.",
+    protocol="Fully connected nets of width 500 with ReLUs; 10 epochs of SGD with momentum 0.9, batch 128, learning "
+    "rate "
+    "0.01 decayed linearly to 0 for every row, nothing chosen. The slides give no settings, so all of these are ours. "
+    "Weight norm without a start from data keeps the lengths of He's start. n = 3. Matrix products in TF32 on a GPU.",
+    cells=grid(MNIST_ROWS, MNIST_DEPTHS, lambda row, depth: changed(MNIST, hidden=depth, **MNIST_ROWS[row]), n=3),
+    claims=(
+        Claim(
+            "Nets of every depth train with scaled weight norm",
+            lambda means: all(trained(means, "scaled WN", depth) for depth in MNIST_DEPTHS),
+        ),
+    ),
+    kind="lines",
+    x_label="intermediary layers",
+    shrink=lambda run: toy_run(run, hidden=2),
+)
+
+ROW_NORMS: dict[str, dict[str, Any]] = {
+    "no norm": {"norm": "none"},
+    "layer norm": {"norm": "layernorm"},
+    "weight norm": {"norm": "weightnorm", "data_init": False},
+}
+ROW_LSTM = Run(
+    data=Data("mnist"),
+    model=Model("row_lstm", {"width": 128, "bias": False, "init": "xavier"}),
+    optim=Optim(lr=1e-3, schedule=Linear(), name="adam"),
+    epochs=5,
+    batch=128,
+)
+
+RECURRENT = Artifact(
+    name="arpit2019/recurrent",
+    title="An LSTM that reads MNIST row by row",
+    says="Layer norm is aimed at recurrent nets: its validation curves, drawn for another task, fall faster.",
+    protocol="The slides show a reader's validation curves of Ba et al. 2016. Here an LSTM of 128 units reads the "
+    "28 rows "
+    "of an image and classifies by its last state: Adam, lr 0.001 decayed linearly to 0, batch 128, 5 epochs, n = 3; "
+    "nothing chosen. Layer norm acts on the pre-activation of all gates together, weight norm on both matrices. Matrix "
+    "products in TF32 on a GPU.",
+    cells=grid(ROW_NORMS, ("MNIST",), lambda row, _: changed(ROW_LSTM, **ROW_NORMS[row]), n=3),
+    claims=(
+        Claim(
+            "Layer norm is ahead of no norm after the first epoch",
+            lambda means: (
+                means["layer norm", "MNIST", "test_accuracy@1"] > means["no norm", "MNIST", "test_accuracy@1"]
+            ),
+        ),
+    ),
+    kind="curves",
     shrink=toy_run,
 )
 
@@ -394,4 +483,5 @@ BLOCK_WIDTH_PLOT = Artifact(
 
 
 def artifacts() -> list[Artifact]:
-    return [QUADRATICS, WEIGHT_NORM, PROPAGATION, DEPTH_PLOT, WIDTH_PLOT, BLOCK_PLOT, BLOCK_WIDTH_PLOT]
+    slides = [QUADRATICS, WEIGHT_NORM, PROPAGATION, DEPTH_PLOT, WIDTH_PLOT, BLOCK_PLOT, BLOCK_WIDTH_PLOT]
+    return [*slides, WEIGHT_NORM_SHORT, SCALED_MNIST, RECURRENT]

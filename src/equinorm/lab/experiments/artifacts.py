@@ -21,7 +21,18 @@ from ..training.runs import Run
 
 __all__ = ["PAPERS", "Artifact", "Cell", "Claim", "Compute", "Means", "all_artifacts", "find"]
 
-PAPERS = ("stock2019", "defazio2018", "ruff2020", "repro2019", "arpit2019")
+PAPERS = (
+    "stock2019",
+    "defazio2018",
+    "ruff2020",
+    "repro2019",
+    "arpit2019",
+    "rivals",
+    "imagenette",
+    "private",
+    "federated",
+    "deep",
+)
 
 
 @dataclass(frozen=True)

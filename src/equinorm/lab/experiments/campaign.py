@@ -30,9 +30,9 @@ from ...files import write_text
 from ..training.runs import Run
 from ..training.store import Record, Store
 from ..training.trainer import Outcome, chosen_device, in_words, load_checkpoint, train_all
-from . import ruff2020, stock2019
+from . import deep, federated, imagenette, private, rivals, ruff2020, stock2019
 from .artifacts import Artifact, all_artifacts
-from .common import Chosen, choose, chosen_text, committed, score
+from .common import Candidate, Chosen, choose, chosen_text, committed, score
 
 __all__ = [
     "CHOSEN",
@@ -194,6 +194,36 @@ ITEMS = (
         best=1,
         note="the best setting of each method, n = 4",
     ),
+    Item("arpit-weight-norm", "arpit2019/weight-norm-short", note="ConvPool-CNN-C, five parametrizations, 40 epochs"),
+    Item("arpit-scaled", "arpit2019/scaled-weight-norm-mnist", note="scaled weight norm on MNIST"),
+    Item("arpit-recurrent", "arpit2019/recurrent", note="an LSTM that reads MNIST row by row, three norms"),
+    Item("rivals", "rivals/resnet110", note="what is used today: ResNet-110, 60 epochs, n = 2"),
+    Item("pathcond", "rivals/pathcond", note="PathCond's protocol: CIFAR-NV with BN, 128 epochs, n = 3"),
+    Item("tuning-g-sgd", rivals.G_SGD_TUNING, note="learning rates for SGD on paths"),
+    Item("mlp-once", "rivals/mlp", after="tuning-g-sgd", note="deep MLPs: rescaled once, SGD on paths"),
+    Item(
+        "rivals-long",
+        "rivals/resnet110-long",
+        after="rivals",
+        best=rivals.LONGEST,
+        note="the best three rivals for 200 epochs",
+    ),
+    Item("tuning-imagenette", imagenette.TUNING, note="learning rates for ResNet-18 on Imagenette"),
+    Item("imagenette", "imagenette/resnet18", after="tuning-imagenette", note="in ImageNet's place, six methods"),
+    # training without batch statistics: Imagenette, private, federated, deep
+    Item("tuning-imagenette-fast", imagenette.FAST_TUNING, note="learning rates for 5 and 20 epochs"),
+    Item(
+        "imagenette-fast",
+        "imagenette/without-statistics",
+        after="tuning-imagenette-fast",
+        note="5 and 20 epochs without batch statistics, beside twins, n = 5",
+    ),
+    Item("tuning-private", private.TUNING, note="learning rates for private training"),
+    Item("private", "private/cifar10", after="tuning-private", note="epsilon 8: GN + WS, unit filters, MSR, n = 3"),
+    Item("tuning-federated", federated.TUNING, note="learning rates for federated training"),
+    Item("federated", "federated/cifar10", after="tuning-federated", note="four skewed clients: BN, GN, unit filters"),
+    Item("tuning-deep", deep.TUNING, note="learning rates for SGD, AdamW and Muon on deep MLPs"),
+    Item("deep", "deep/optimizers", after="tuning-deep", note="does balance help AdamW and Muon? 19 to 50 layers"),
 )
 
 
@@ -214,12 +244,21 @@ def _matches(item: Item, name: str) -> bool:
 # -- what the tunings decide -------------------------------------------------------------------------------------------
 
 
+TUNED = (stock2019, rivals, imagenette, private, federated, deep)
+"""The recipes that choose settings on held-out images: `artifacts(chosen)` makes theirs with what was decided."""
+
+
+def tunings() -> dict[str, tuple[Candidate, ...]]:
+    """The candidates of every tuning, by the name of its artifact; later ones decide anew."""
+    return {name: tried for recipe in TUNED for name, tried in recipe.TUNINGS.items()} | stock2019.LATER_TUNINGS
+
+
 def decide(store: Store | Records, toy: bool = False) -> Chosen:
     """What the tuning runs in a store decide and, where some of them are missing, what `chosen.json` says."""
     records = store.scan().records if isinstance(store, Store) else store
     before = committed()
     found: dict[str, Any] = {}
-    for name, candidates in {**stock2019.TUNINGS, **stock2019.LATER_TUNINGS}.items():
+    for name, candidates in tunings().items():
         shrink = all_artifacts()[name].shrink if toy else None
         rows = {**before.get(name, {}), **choose(candidates, partial(_accuracy, records, shrink))}
         if rows:
@@ -272,6 +311,12 @@ STEP = {
     "cifar_nv": (1.6e-3, 1.2e-3, 128),
     "wrn_20_96": (5.2e-3, 4.0e-3, 128),
     "resnet110": (5.6e-3, 1.7e-3, 128),
+    # not measured yet
+    "resnet18": (3.0e-2, 2.4e-2, 256),
+    "convpool_cnn_c": (2.5e-3, 1.8e-3, 100),
+    "row_lstm": (8.0e-3, 1.5e-3, 128),
+    "resnet_cifar": (2.0e-3, 6.0e-4, 128),
+    "wrn": (1.5e-1, 1.2e-1, 1024),
 }
 UNKNOWN = (1.0e-2, 5.0e-3, 128)
 # What a step with very few images takes of one with a usual batch, alone (a guess) and side by side (measured for
@@ -279,6 +324,7 @@ UNKNOWN = (1.0e-2, 5.0e-3, 128)
 SMALLEST = (0.35, 0.15)
 SET_UP = 0.5  # seconds to build, trace and capture a run
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 604_388, "imagenet": 1_281_167, "digits": 1_437}
+IMAGES |= {"imagenette": 9_469, "mnist": 60_000}
 TOY = Estimate(1.0, 1.0)
 
 
@@ -369,7 +415,8 @@ def standing(
     """How far each item is."""
     records = store.scan().records if isinstance(store, Store) else store
     speeds = Speeds(records.values()) if speeds is None else speeds
-    artifacts = {**all_artifacts(), **{a.name: a for a in stock2019.artifacts(decide(records, toy))}}
+    decided = decide(records, toy)
+    artifacts = {**all_artifacts(), **{a.name: a for recipe in TUNED for a in recipe.artifacts(decided)}}
     by_name = {item.name: item for item in ITEMS}
     found: list[Standing] = []
     seen: set[str] = set()

@@ -14,15 +14,16 @@ In reading order:
 
 chain             the form that all models have: stages, then a head
 norms             how a layer of a model gets its normalization
-fully_connected, convnets, resnets        the architectures
+fully_connected, convnets, resnets, recurrent        the architectures
 initialisation    what the weights are before the first step
+fixup             the scalars and the start of residual networks without norms
 registry          models by name
 fused, kernels    the same layers with fewer and better filled kernels, on a GPU
 """
 
 from __future__ import annotations
 
-from . import convnets, fully_connected, resnets  # noqa: F401 - they register their models
+from . import convnets, fully_connected, recurrent, resnets  # noqa: F401 - they register their models
 from .chain import Chain, Mix
 from .initialisation import INITS, initialise_from_data
 from .norms import norm_names

@@ -45,7 +45,7 @@ def with_scalars(branch: nn.Sequential) -> nn.Sequential:
 
 
 @torch.no_grad()
-def fixup_(model: nn.Module, classifier: nn.Linear) -> None:
+def fixup_(model: nn.Module, classifier: nn.Module) -> None:
     """The start of section 3 (here for branches of m convolutions, L branches):
 
     1. the classifier and the last convolution of every branch are 0;
@@ -63,5 +63,5 @@ def fixup_(model: nn.Module, classifier: nn.Linear) -> None:
             std = math.sqrt(2 / out) * len(branches) ** (-1 / (2 * len(others)))
             nn.init.normal_(conv.weight, std=std)
         nn.init.zeros_(last.weight)
-    nn.init.zeros_(classifier.weight)
-    nn.init.zeros_(classifier.bias)
+    for parameter in classifier.parameters():
+        parameter.zero_()

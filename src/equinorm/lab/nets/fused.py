@@ -18,6 +18,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.utils import parametrize
 
 from ...equilibrium.layers import EquiNormConv2d
+from ...equilibrium.relu import SummingReLU
 from ...launch import kernels
 from ...models.parametrized import originals
 from ...msr import InputNoise, ScaledKernel
@@ -178,9 +179,11 @@ def _together(parts: list[nn.Module], x: Tensor, plus: Tensor | None) -> tuple[T
     first, (second, third) = parts[0], (*parts[1:], None, None)[:2]
     if type(first) is nn.ReLU:
         return _pooled(second, x), 2
-    if type(second) is nn.ReLU and not _is_pool(third):
+    if type(second) in (nn.ReLU, SummingReLU) and not _is_pool(third):
         added = plus if len(parts) == 2 else None
-        if isinstance(first, Conv2d | EquiNormConv2d):
+        if isinstance(first, EquiNormConv2d):
+            return first.rectified(x, added, second.fraction if isinstance(second, SummingReLU) else 0.0), 2
+        if isinstance(first, Conv2d):
             return first.rectified(x, added), 2
         return _normalized(first, x, added, relu=True), 2
     return _normalized(first, x), 1

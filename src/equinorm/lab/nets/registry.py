@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .chain import Chain
+from .fixup import fixup_
 from .initialisation import INITS, change_first_, initialise_
 from .norms import Layers
 
@@ -103,6 +104,8 @@ def build(
     built = entry.builder(make, tuple(in_shape), classes, **{**entry.defaults, **options})
     assert make.classifier is not None
     initialise_(built, init, make.classifier)
+    if options.get("fixup"):
+        fixup_(built, make.classifier)
     if first_bias or first_zero_mean:
         change_first_(built, first_bias, first_zero_mean)
     make.put_on_(built)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...msr import InputNoise
+from ...skipinit import BranchScale
 from .chain import Chain, named
+from .fixup import Scalar, with_scalars
 from .fused import Residual
 from .norms import Layers, Role
 from .registry import model
@@ -113,6 +115,8 @@ def residual_net(
     preact: bool = False,
     last_activation: bool = False,
     zero_last: bool = False,
+    skipinit: bool = False,
+    fixup: bool = False,
 ) -> Chain:
     """A stem, a stage of blocks for each of `widths`, each but the first halving the image, and a classifier."""
     if skips not in ("A", "A behind", "A+norm", "B", "C"):
@@ -121,6 +125,8 @@ def residual_net(
         raise ValueError('with the activation first, skips have no norm: skips="A"')
     if zero_last and (preact or make.activation is None):
         raise ValueError("zero_last is for blocks that end in a norm of activations, whose gain it sets to 0")
+    if fixup and (preact or make.activation is not None or make.weight is not None):
+        raise ValueError('Fixup is for blocks with the activation last and without a norm: norm="none", preact=False')
     if noise_at not in ("unit", "branch"):
         raise ValueError(f'noise_at is "unit" or "branch", got {noise_at!r}')
     if len(blocks) != len(widths) or min(blocks) < 1:
@@ -135,16 +141,21 @@ def residual_net(
             inside, b = branch(make, a, width, stride, preact)
             if zero_last:
                 nn.init.zeros_(cast(Tensor, inside[-1].weight))
+            inside = with_scalars(inside) if fixup else inside
+            inside = named(branch=inside, scale=BranchScale(b)) if skipinit else inside
             skip = _skip(make, a, b, stride, skips, preact)
             noisy = InputNoise(noise, noise_per) if noise else nn.Identity()
             relu = None if preact else make.relu(b)
             stages[-1][f"block{i + 1}"] = Residual(inside, skip, noisy, first, relu, noise_at)
             a = b
+    if fixup:
+        stages[-1]["before_head"] = Scalar()
     if last_activation:
         stages[-1]["last"] = named(norm=make.norm(a), relu=make.relu(a))
     # With the activation first and a skip that reads it, all that is read of the stem is rectified.
     bare = preact and not stages[0]["block1"].skip_reads_first
     parts = _stem(make, in_shape, first_width, stem, preact, role="linear" if bare else "rectified")
+    parts |= {"norm": Scalar()} if fixup else {}
     stages[0] = {"stem": named(**parts), **stages[0]}
     return Chain([named(**stage) for stage in stages], make.head(a, classes))
 
@@ -241,6 +252,8 @@ def resnet_cifar(
     preact: bool = False,
     last_activation: bool | None = None,
     zero_last: bool = False,
+    skipinit: bool = False,
+    fixup: bool = False,
 ) -> Chain:
     """The ResNets of He et al. 2015 for CIFAR: depth 6n + 2, stages of `width`, twice and four times as many channels.
 
@@ -251,7 +264,8 @@ def resnet_cifar(
     `noise`: the amplitude of `InputNoise` at each residual unit, at what the whole unit or only its branch reads, per
     element, channel or example. `preact`: norm and ReLU come first in each unit, and once more behind the last (He et
     al. 2016) unless `last_activation=False`, as in the program of Verma et al. `zero_last`: the gain of the last norm
-    in each branch starts at 0 (Goyal et al. 2017).
+    in each branch starts at 0 (Goyal et al. 2017). `skipinit`: each branch ends in a learned scale that starts at 0 (De
+    & Smith 2020). `fixup`: the scalars and the start of Zhang et al. 2019, instead of norms.
     """
     n, rest = divmod(depth - 2, 6)
     if rest or n < 1:
@@ -260,7 +274,7 @@ def resnet_cifar(
     return residual_net(
         make, in_shape, classes, blocks=(n, n, n), widths=(width, 2 * width, 4 * width), first_width=width,
         branch=basic, skips=skips, stem="cifar", noise=noise, noise_at=noise_at, noise_per=noise_per,
-        preact=preact, last_activation=last, zero_last=zero_last,
+        preact=preact, last_activation=last, zero_last=zero_last, skipinit=skipinit, fixup=fixup,
     )  # fmt: skip
 
 

@@ -32,6 +32,11 @@ _ABOUT = {
     "defazio2018": "Controlling covariate shift using equilibrium normalization of weights",
     "ruff2020": "Mean shift rejection",
     "arpit2019": "Normalization techniques (lecture)",
+    "rivals": "What is used today, beside the papers' methods (ours)",
+    "imagenette": "In ImageNet's place (ours)",
+    "private": "Training with differential privacy (ours)",
+    "federated": "Federated training (ours)",
+    "deep": "Deep nets without norms, with AdamW and Muon (ours)",
 }
 
 

@@ -6,9 +6,11 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...errors import counted
 from ..training.store import Record
@@ -385,10 +387,11 @@ class Provenance:
     versions: str
     commits: str
     seconds: str
+    scripts: str  # what started runs and cannot be looked up
 
     @property
     def sentence(self) -> str:
-        parts = (self.runs, self.seconds, self.hardware, self.versions, self.commits)
+        parts = (self.runs, self.seconds, self.hardware, self.versions, self.commits, self.scripts)
         return "; ".join(part for part in parts if part)
 
 
@@ -400,7 +403,24 @@ def provenance(result: Result) -> Provenance:
     versions = _several(_plain(about.get("versions")) for about in abouts)
     commits = _several(_plain(about.get("commit")) for about in abouts)
     done = f"{len(result.records)} of {result.wanted} runs" if result.wanted else "computed"
-    return Provenance(done, hardware, versions, commits and f"commit {commits}", _total(result.records))
+    return Provenance(done, hardware, versions, commits and f"commit {commits}", _total(result.records),
+                      _unknown_scripts(abouts))  # fmt: skip
+
+
+def _unknown_scripts(abouts: Iterable[Mapping[str, Any]]) -> str:
+    """How many runs were started by a script that is not in the repository, and which."""
+    first = [str(about.get("command") or "").partition(" ")[0] for about in abouts]
+    unknown = [name for name in first if name.endswith(".py") and Path(name).name not in _scripts()]
+    if not unknown:
+        return ""
+    names = ", ".join(sorted(set(unknown)))
+    return f"{counted(len(unknown), 'run')} started by a script that is not in the repository ({names})"
+
+
+@cache
+def _scripts() -> frozenset[str]:
+    """The names of all files of this package."""
+    return frozenset(path.name for path in Path(__file__).parents[2].rglob("*.py"))
 
 
 def _total(records: Sequence[Record]) -> str:

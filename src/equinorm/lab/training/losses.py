@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,5 +25,6 @@ def binary_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": F.cross_entropy,
+    "smoothed": partial(F.cross_entropy, label_smoothing=0.1),
     "binary": binary_cross_entropy,
 }

@@ -9,25 +9,44 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ... import ENorm, ImplicitENorm, MeanShiftRejection, PathSGD, Symmetry, trace
+from ... import (
+    AdaptiveGradientClipping,
+    ENorm,
+    ImplicitENorm,
+    MeanShiftRejection,
+    PathSGD,
+    Symmetry,
+    UnitFilters,
+    balance_,
+    trace,
+)
+from ...criteria import Norm, Path
 from ...enorm.reference import balance_chain_, paper_views
-from ...models.parametrized import originals
+from ...models.parametrized import originals, parametrized_layers
 from ...msr import luma_gradient, parameter_groups, scaled_kernels
+from ...unitfilters import UnitFilter
+from ...unitfilters import parameter_groups as unit_filter_groups
 from .. import nets as models
 from .inputs import Inputs, Streamed
+from .optimizers import BasisPathSGD, MuonAndSGD
 from .precision import mixed_seed
 from .runs import Optim, Run
 
 __all__ = ["Parts", "build", "optimizer_of"]
 
 CLASSIFIER = "head.classifier.weight"
+ONCE = {"enorm_once": Norm, "path_once": Path}  # balanced by a criterion before the first step, and never again
+METHODS = (
+    *("none", "enorm", "enorm_chain", "implicit_enorm", "path_sgd", "msr", "unit_filters", "agc", "g_sgd"),
+    *ONCE,
+)
 
 
 @dataclass(eq=False)
 class Parts:
     model: models.Chain
     optimizer: torch.optim.Optimizer
-    method: Any  # ENorm or MeanShiftRejection (with a state of its own), ImplicitENorm (a penalty), or None
+    method: Any  # what has a state of its own (ENorm, MeanShiftRejection), is a penalty (ImplicitENorm), or None
 
     @property
     def penalty(self) -> ImplicitENorm | None:
@@ -54,6 +73,14 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
             )
         rate: Any = torch.tensor(run.optim.lr, device=device)
         return Parts(model, PathSGD(model, example, lr=rate, weight_decay=run.optim.weight_decay), None)
+    if name == "g_sgd":
+        if run.optim.momentum or run.optim.weight_decay:
+            raise ValueError("g_sgd has no momentum and no weight decay: both must be 0")
+        chain = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+        return Parts(model, BasisPathSGD(chain, torch.tensor(run.optim.lr, device=device)), None)
+    if name in ONCE:
+        balance_once_(run, model, example, options)
+        return Parts(model, optimizer_of(run, model, None), None)
     symmetry = symmetry_of(run, model, example, options) if "enorm" in name else None
     penalty = ImplicitENorm(model, symmetry=symmetry, **options).to(device) if name == "implicit_enorm" else None
     optimizer = optimizer_of(run, model, penalty)
@@ -71,10 +98,14 @@ def build(run: Run, inputs: Inputs | Streamed) -> Parts:
         if anchor:
             hold_length_(optimizer, model.get_parameter(CLASSIFIER), anchor)
         return Parts(model, optimizer, rejection)
-    if name == "enorm_chain":
+    if name == "unit_filters":
+        UnitFilters(model, optimizer, **options).attach()
+    elif name == "agc":  # the classifier is not clipped (Brock et al. 2021b)
+        AdaptiveGradientClipping(model, optimizer, keep=["head.classifier"], **options).attach()
+    elif name == "enorm_chain":
         balance_after_steps_(optimizer, model, **options)
     elif name != "none":
-        raise ValueError(f"unknown method {name!r}; there are none, enorm, enorm_chain, implicit_enorm, path_sgd, msr")
+        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
     return Parts(model, optimizer, None)
 
 
@@ -120,6 +151,16 @@ def hold_length_(optimizer: torch.optim.Optimizer, weight: Tensor, luma: float) 
     optimizer.register_step_pre_hook(pull)
 
 
+def balance_once_(run: Run, model: nn.Module, example: Tensor, options: dict[str, Any]) -> None:
+    """Rescale the weights before training. With `batchnorm="ignore"` BatchNorm is taken for absent, so that weights
+    move and its gains do not, and the function changes."""
+    device, example = example.device, example.cpu()
+    model.cpu()  # where criteria are solved; parameters stay the same objects
+    symmetry = symmetry_of(run, model, example, options)
+    balance_(model, example, criterion=ONCE[run.method.name](**options), symmetry=symmetry)
+    model.to(device)
+
+
 _SYMMETRIES: dict[str, Symmetry] = {}
 
 
@@ -140,10 +181,14 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
     groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": decay}]
     if any(True for _ in scaled_kernels(model)):
         groups = parameter_groups(model, decay)
+    elif any(True for _ in parametrized_layers(model, UnitFilter)):
+        groups = unit_filter_groups(model, decay)
     elif not spec.decay_norms:
         kinds = [[p for p in model.parameters() if of_outputs(p) == norms] for norms in (False, True)]
         groups = [{"params": kind, "weight_decay": d} for kind, d in zip(kinds, (decay, 0.0), strict=True)]
     groups = [{**group, **slower} for group in groups for slower in by_rate(group["params"], spec, model)]
+    if spec.name == "muon":
+        groups = [{**group, **kind} for group in groups for kind in by_shape(group["params"], model)]
     if penalty is not None:
         groups.append({"params": list(penalty.parameters()), "weight_decay": 0.0})
     on_gpu = device.type == "cuda"
@@ -155,8 +200,12 @@ def optimizer_of(run: Run, model: nn.Module, penalty: nn.Module | None) -> torch
     filled = [group for group in groups if group["params"]]
     if spec.name == "adam":
         return torch.optim.Adam(filled, lr=spec.lr, capturable=on_gpu, **kind)
+    if spec.name == "adamw":
+        return torch.optim.AdamW(filled, lr=spec.lr, capturable=on_gpu, **kind)
+    if spec.name == "muon":
+        return MuonAndSGD(filled, lr=spec.lr, momentum=momentum)
     if spec.name != "sgd":
-        raise ValueError(f"unknown optimizer {spec.name!r}; there are sgd and adam")
+        raise ValueError(f"unknown optimizer {spec.name!r}; there are sgd, adam, adamw and muon")
     return torch.optim.SGD(filled, lr=spec.lr, momentum=momentum, nesterov=spec.nesterov, **kind)
 
 
@@ -172,6 +221,15 @@ def by_rate(parameters: Iterable[nn.Parameter], spec: Optim, model: nn.Module) -
         part = (spec.norm_rate if of_outputs(p) else 1.0) * own.get(id(p), 1.0)
         groups.setdefault(part, []).append(p)
     return [{"params": several, "part": part} for part, several in groups.items()]
+
+
+def by_shape(parameters: Iterable[nn.Parameter], model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of filters, which are orthogonalized, and of all else; the classifier's weights are no filters."""
+    classifier = dict(model.named_parameters()).get(CLASSIFIER)
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.ndim >= 2 and not of_outputs(p) and p is not classifier, []).append(p)
+    return [{"params": several, "orthogonal": orthogonal} for orthogonal, several in groups.items()]
 
 
 def of_outputs(parameter: nn.Parameter) -> bool:

@@ -42,6 +42,8 @@ class Data:
     scale: tuple[float, float] | None = None  # random magnification, from and to
     mixup: float = 0.0  # α of Beta(α, α); 0: none
     manifold: bool = False  # mix at a random depth instead of at the input
+    clients: int = field(default=0, metadata=LATER)  # that train in turn and are averaged after each epoch; 0: nobody
+    dirichlet: float = field(default=0.0, metadata=LATER)  # how even clients' labels are: α of Dirichlet(α)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Method:
-    """What acts on the weights while they are trained: none, enorm, enorm_chain, implicit_enorm, path_sgd, msr."""
+    """What acts on the weights while they are trained, or once before: see `parts.METHODS`."""
 
     name: str = "none"
     options: Options = field(default_factory=dict)
@@ -62,7 +64,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Optim:
-    """An optimizer with a schedule: SGD, or Adam with its usual constants."""
+    """An optimizer with a schedule: SGD, Adam and AdamW with their usual constants, or orthogonalized momentum
+    (Muon)."""
 
     lr: float = 0.1
     momentum: float = 0.0
@@ -70,11 +73,13 @@ class Optim:
     weight_decay: float = 0.0
     decay_norms: bool = True  # whether gains, offsets and biases decay too
     schedule: Schedule = field(default_factory=Linear)
-    name: str = "sgd"  # or "adam"
+    name: str = "sgd"  # or "adam", "adamw", "muon"
     norm_rate: float = field(default=1.0, metadata=LATER)  # of gains, offsets and biases, over that of the weights
     bias_rate: float = field(default=1.0, metadata=LATER)  # of offsets and biases, besides
     kernel_rate: float = field(default=1.0, metadata=LATER)  # of V in e^g V (mean shift rejection)
     classifier_rate: float = field(default=1.0, metadata=LATER)  # of the classifier's weights
+    clip: float = field(default=0.0, metadata=LATER)  # the longest gradient of an example (DP-SGD); 0: no such limit
+    noise_multiplier: float = field(default=0.0, metadata=LATER)  # of the noise that is added to their sum, over `clip`
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from ...errors import UserError
-from ...files import to_disk
+from ...files import set_aside, to_disk
 from .runs import Run
 
-__all__ = ["PATIENCE", "Computed", "DamagedError", "Lock", "Merged", "Record", "Scan", "Store"]
+__all__ = ["PATIENCE", "Computed", "DamagedError", "Lock", "Merged", "Record", "Scan", "Store", "dumps", "unpacked"]
 
 PATIENCE = 120.0  # seconds without a heartbeat after which another machine's lock counts as abandoned
 _BEATS = 8  # heartbeats in that time
@@ -194,8 +194,11 @@ class Store:
     def merge(self, other: str | Path) -> Merged:
         """Take over the runs and computed results that another machine brought back; what is here already stays.
 
-        Files that are torn or not understood are refused and named in the result.
+        `other` is a folder, or a file of many records one after the other (`pack`). Files that are torn or not
+        understood are refused and named in the result.
         """
+        if Path(other).is_file():
+            return self._merge_pack(Path(other))
         source = Store(other)
         if not source._runs.is_dir() and not source._computed.is_dir():
             raise UserError(f"{other} holds no runs: expected a folder with {source._runs.name}/ in it")
@@ -222,6 +225,22 @@ class Store:
                     continue
                 self.write_computed(name, data, toy, about)
                 added.append(path.stem)
+        return Merged(tuple(added), tuple(present), damaged)
+
+    def _merge_pack(self, pack: Path) -> Merged:
+        added: list[str] = []
+        present: list[str] = []
+        damaged: dict[Path, str] = {}
+        for number, text in enumerate(unpacked(pack.read_text(encoding="utf-8"))):
+            try:
+                record = parse(text, pack)
+            except DamagedError as error:
+                damaged[Path(f"{pack}#{number}")] = str(error)
+                continue
+            here = self.path(record.run)
+            (added if here is None else present).append(record.run.key)
+            if here is None:
+                self.write(record)
         return Merged(tuple(added), tuple(present), damaged)
 
     def _put(self, path: Path, text: str, over: bool = False) -> bool:
@@ -258,6 +277,8 @@ class Store:
             held = path.exists()
             if held and _is_alive(path, now, patience):
                 return None
+            if path.is_dir():
+                set_aside(path)
             if not self._put(path, json.dumps(me), over=held):
                 return None
         lock = Lock(self, path, str(me["token"]), patience / _BEATS)
@@ -368,6 +389,18 @@ def dumps(record: Record) -> str:
     return "".join(_json(line) + "\n" for line in (header, *record.epochs, last))
 
 
+def unpacked(text: str) -> Iterator[str]:
+    """The texts of the records in a file of many: each begins with a line that says what was run."""
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if line.startswith('{"run":') and lines:
+            yield "".join(lines)
+            lines = []
+        lines.append(line)
+    if lines:
+        yield "".join(lines)
+
+
 def read(path: Path) -> Record:
     """The record in a file; `DamagedError` if it is not whole."""
     try:
@@ -450,12 +483,14 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _holder(lock: Path) -> dict[str, Any]:
-    """What a lock says about its process; empty if it is gone or unreadable."""
+    """What a lock says about its process; empty if it is gone or damaged."""
     try:
         found = json.loads(lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    kinds = {"machine": str, "pid": int, "born": str, "token": str}
+    whole = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+    return found if whole else {}
 
 
 def _is_alive(lock: Path, now: float, patience: float) -> bool:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,7 @@ import torch
 
 from ... import __version__
 from ...errors import UserError, counted
-from ...files import replacing
+from ...files import replacing, set_aside
 from .inputs import Inputs, Streamed, inputs_of
 from .runs import Run
 from .store import Lock, Record, Store
@@ -210,9 +211,9 @@ class JobsInProgress:
                 lock.release()
                 self.outcome.known += 1
                 return
-            state = load_checkpoint(self.store.checkpoint(run))
             make_room(self.device)
-            training = Training(run, self.inputs(run), state and state["training"])
+            inputs = self.inputs(run)
+            training, state = resumed(lambda state: Training(run, inputs, state), self.store.checkpoint(run))
             pace = training.pace() if self.width > 1 else 0.0
         except BaseException:
             lock.release()
@@ -317,10 +318,39 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
+    """What `save_checkpoint` wrote. A damaged one is set aside with a word, and the run begins anew."""
     if not path.exists():
         return None
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not {"training", "seconds"} <= state.keys():
+            raise ValueError("it is no checkpoint of a run")
+    except Exception as error:
+        _set_aside(path, error)
+        return None
     return state
+
+
+def _set_aside(path: Path, error: Exception) -> None:
+    try:
+        aside = set_aside(path)
+    except FileNotFoundError:  # another process of this run was quicker
+        return
+    why = str(error).strip().splitlines() or [type(error).__name__]
+    warnings.warn(f"{path} is damaged ({why[0]}): set aside as {aside.name}, the run begins anew", stacklevel=3)
+
+
+def resumed(make: Callable[[Any], Training], path: Path) -> tuple[Training, dict[str, Any] | None]:
+    """A run from its checkpoint, and what is in it; from the start if there is none, or none that fits."""
+    state = load_checkpoint(path)
+    if state is not None:
+        try:
+            return make(state["training"]), state
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            _set_aside(path, error)
+    return make(None), None
 
 
 @contextmanager

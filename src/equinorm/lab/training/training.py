@@ -27,10 +27,13 @@ from ... import ENorm, MeanShiftRejection
 from ...models.running_statistics import update_statistics_
 from ..data import draw_lambda, mixed_loss
 from ..nets.fused import fused_kernels
+from . import streams
+from .federated import Federation, dirichlet_shares
 from .inputs import Inputs, Streamed
 from .losses import LOSSES
 from .parts import build
 from .precision import default_generator, mixed_seed, precision
+from .private import PrivateGradients
 from .recording import RECORDED, Extras, record
 from .runs import Run
 
@@ -72,6 +75,9 @@ class Training:
         self._loss = LOSSES[run.loss]
         self.run, self.inputs, self.device, self.rank, self.world = run, inputs, inputs.device, rank, world
         self.steps_per_epoch = math.ceil(len(inputs) / run.batch)  # the last batch is filled up from the first images
+        self.federation = self._federation(run, inputs, world)
+        if self.federation is not None:
+            self.steps_per_epoch = self.federation.steps_per_round
         self.total_steps = round(run.epochs * self.steps_per_epoch)
         self.done = 0
         self.log: list[dict[str, Any]] = []
@@ -79,6 +85,7 @@ class Training:
         self._turns: deque[torch.cuda.Event] = deque()
         with self._context():
             self.parts = build(run, inputs)
+        self._private = self._private_gradients(run, world)
         self._network: nn.Module = self.parts.model if world == 1 else DistributedDataParallel(self.parts.model)
         self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
         self.mixes = run.data.mixup > 0
@@ -88,14 +95,33 @@ class Training:
         self._generator = torch.Generator(self.device)
         self.captured = self.device.type == "cuda" and world == 1 and not inputs.streamed
         if self.captured:
-            self.stream = torch.cuda.Stream(priority=-1 if run.batch <= FEW else 0)
+            self.stream = streams.take(priority=-1 if run.batch <= FEW else 0)
             # One pool for all graphs of a run: they never run at once, and what one leaves there no other reads.
             # (With one for each, a schedule of the momentum would leave the memory of a graph behind every epoch.)
             self._pool = torch.cuda.graph_pool_handle()
             self.stream.wait_stream(torch.cuda.current_stream())
             self._warm_up()
+        if self.federation is not None:
+            with self._stream():
+                self.federation.start(self._network_tensors())
         if state is not None:
             self._load(state)
+
+    @staticmethod
+    def _federation(run: Run, inputs: Inputs | Streamed, world: int) -> Federation | None:
+        if not run.data.clients:
+            return None
+        if isinstance(inputs, Streamed) or world > 1 or run.data.mixup:
+            raise ValueError("clients are trained in one process on images in memory, without mixup")
+        labels = inputs.train.labels.cpu().numpy()
+        return Federation(dirichlet_shares(labels, run.data.clients, run.data.dirichlet, run.seed), run.batch)
+
+    def _private_gradients(self, run: Run, world: int) -> PrivateGradients | None:
+        if not run.optim.clip:
+            return None
+        if world > 1 or run.data.mixup or self.parts.penalty is not None:
+            raise ValueError("gradients of single examples are clipped in one process, without mixup and penalties")
+        return PrivateGradients(self.parts.model, self._loss, run.optim.clip, run.optim.noise_multiplier)
 
     # -- position ------------------------------------------------------------------------------------------------------
 
@@ -132,8 +158,11 @@ class Training:
             self._feed = self.inputs.epoch(run.batch, seed=run.seed, epoch=epoch, start=start, **part)
         else:
             self._generator.manual_seed(mixed_seed(run.seed, 1, epoch))
-            order = torch.randperm(len(self.inputs), generator=self._generator, device=self.device)
-            self.order.view(-1).copy_(order.repeat(2)[: self.order.numel()])
+            if self.federation is not None:
+                self.order.view(-1).copy_(self.federation.order(self._generator, self.device))
+            else:
+                order = torch.randperm(len(self.inputs), generator=self._generator, device=self.device)
+                self.order.view(-1).copy_(order.repeat(2)[: self.order.numel()])
         spec = run.optim
         at = [spec.schedule.at(epoch + i / n, run.epochs, spec.lr, spec.momentum) for i in range(n)]
         self.host_rates = [lr for lr, _ in at]
@@ -163,12 +192,16 @@ class Training:
         if self._filled_for != self.epoch or i == 0:
             self._begin_epoch(fresh=i == 0)
         left = min(self.steps_per_epoch - i, self.total_steps - self.done)
+        left = left if self.federation is None else min(left, self.federation.left(i))
         count = self.at_once if self.at_once <= min(most, left) else 1
         layer = self.layers[i]
         if self._random:
             self._generator.manual_seed(mixed_seed(self.run.seed, 3, self.done, *([self.rank] if self.rank else [])))
         self._replay((count, layer), lambda: self._steps(count, layer), self.host_rates[i])
         self.done += count
+        if self.federation is not None and i + count in self.federation.ends:
+            with self._stream():
+                self.federation.after(i + count, self._network_tensors(), self._forget)
         if self.at_epoch_end:
             self._replay("evaluate", self._evaluate)
             with self._stream():
@@ -223,6 +256,10 @@ class Training:
     def _step(self, layer: int) -> None:
         parts = self.parts
         x, y = self._batch()
+        if self._private is not None:
+            loss, logits = self._private(x, y)
+            self._update(loss, logits, y)
+            return
         if self.mixes:
             lam = self.lams.index_select(0, self.cursor)
             other = torch.rand(len(y), device=self.device).argsort()
@@ -235,6 +272,12 @@ class Training:
         parts.optimizer.zero_grad()  # a captured backward pass writes its gradients to the same place every time
         with torch.autocast(self.device.type, enabled=False):
             total.sum().backward()
+        self._update(loss, logits, y)
+
+    def _update(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
+        """A step of the optimizer, and what is counted of the batch."""
+        parts = self.parts
+        with torch.autocast(self.device.type, enabled=False):
             if self.captured:
                 rate = self.rates.index_select(0, self.cursor)[0]
                 for group in parts.optimizer.param_groups:
@@ -338,7 +381,9 @@ class Training:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with precision(self.run.precision, self.device), fused_kernels():
+        # kernels of our own know nothing of examples by themselves
+        fused = nullcontext() if self.run.optim.clip else fused_kernels()
+        with precision(self.run.precision, self.device), fused:
             yield
 
     def _stream(self) -> AbstractContextManager[Any]:
@@ -406,9 +451,13 @@ class Training:
             self._load_method(method)
 
     def close(self) -> None:
-        """Wait for what is under way. Tensors of a run must not go to another one while its graphs still write them."""
+        """Wait for what is under way, and let the next run have the stream: this one makes no more steps.
+
+        Tensors of a run must not go to another one while its graphs still write them.
+        """
         if self.captured:
             self.stream.synchronize()
+            streams.give_back(self.stream)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -453,7 +502,20 @@ class Training:
             for k, v in self.parts.optimizer.state.get(p, {}).items():
                 if isinstance(v, Tensor):
                     found[f"optimizer.{number}.{k}"] = v.detach()
+        if self.federation is not None:
+            found |= self.federation.tensors()
         return found | {"sums": self.sums, "cursor": self.cursor}
+
+    def _network_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, which clients train and a federation averages."""
+        return dict(self.parts.model.state_dict(keep_vars=False))
+
+    def _forget(self) -> None:
+        """The next client's optimizer starts anew."""
+        for p in self._slots():
+            for value in self.parts.optimizer.state.get(p, {}).values():
+                if isinstance(value, Tensor):
+                    value.zero_()
 
 
 def _each(tensors: dict[str, Tensor], do: Callable[[Tensor], Any]) -> dict[str, Any]:
