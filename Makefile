@@ -15,7 +15,8 @@ INTEGRATIONS := .venv-integrations
 .PHONY: demo test test-all test-integrations bench docs package lint format clean
 
 demo: $(VENV)/.lab
-	$(BIN)/equinorm demo
+	@echo 'Some ninety short runs on digits: a bar names the run and says how long the rest takes.'
+	@$(BIN)/equinorm demo
 
 test: lint
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -57,7 +58,8 @@ clean:
 	rm -rf $(VENV) $(INTEGRATIONS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo 'Making an environment in $(VENV), once. torch is a large download: this takes some minutes.'
+	@$(PYTHON) -m venv $(VENV)
 
 # The constraints file keeps every install at the versions the tests run with, torch's CPU build among them. Modules are
 # compiled when they are first imported: to compile all of them here would take a third of the time.
