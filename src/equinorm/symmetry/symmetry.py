@@ -83,19 +83,6 @@ class ScaledParameter:
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-<<<<<<< HEAD
-        one = torch.zeros([1] * len(self.shape), dtype=padded.dtype, device=padded.device)
-        out = one if self.out is None else self.out.log_scale(padded)
-        into = one if self.into is None else self.into.log_scale(padded)
-        if min(out.numel(), into.numel()) <= 1 or padded.device.type != "cpu":
-            return (out - into).exp()
-        # exponentials of rows and of columns are fewer, but each may be out of range where their product is not
-        (low, high), (least, most) = ((float(x) for x in side.detach().aminmax()) for side in (out, into))
-        centre = (low + high + least + most) / 4
-        if not max(high - low, most - least, abs(low + high - least - most)) <= 300:
-            return (out - into).exp()
-        return (out - centre).exp() * (centre - into).exp()
-=======
         # one exponential of the difference: each by itself may be out of range where their product is not
         first, *others = self.logs(padded)
         for other in others:
@@ -107,7 +94,6 @@ class ScaledParameter:
         parts = [] if self.out is None else [self.out.log_scale(padded)]
         parts += [] if self.into is None else [-self.into.log_scale(padded)]
         return parts or [padded.new_zeros([1] * len(self.shape))]
->>>>>>> main
 
     def to(self, device: torch.device) -> ScaledParameter:
         out, into, fan_in = (None if t is None else t.to(device) for t in (self.out, self.into, self.fan_in))
@@ -195,17 +181,9 @@ class Symmetry:
         terms = {carried.name: carried.term for carried in self.carried}
         ties: list[ScaledParameter] = []
         for group in groups:
-<<<<<<< HEAD
-            members = [terms[name] for name in group if name in terms]
-            ties += [
-                ScaledParameter(f"tie {len(ties) + i}", torch.Size([]), members[0], other, False, 0)
-                for i, other in enumerate(members[1:])
-            ]
-=======
             tied = [terms[name] for name in group if name in terms]
             for other in tied[1:]:
                 ties.append(ScaledParameter(f"tie {len(ties)}", torch.Size([]), tied[0], other, False, 0))
->>>>>>> main
         return self._restricted(set(), ties) if ties else self
 
     def _restricted(self, held: set[str], ties: Sequence[ScaledParameter] = ()) -> Symmetry:
