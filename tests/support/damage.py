@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import random
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from equinorm import cli
+from support.logs import by_name, table, write_log
 
 NET = """
 from torch import nn
@@ -119,20 +119,10 @@ def run(count: int, folder: Path) -> tuple[Counter[tuple[str, str]], list[str]]:
     return ends, faults
 
 
-def report(count: int, ends: Counter[tuple[str, str]], faults: list[str]) -> str:
-    lines = [f"{sum(ends.values())} damaged checkpoints, {count} of each format, given to `equinorm balance`", ""]
-    lines += [f"{number:6d}  {name}: {end}" for (name, end), number in sorted(ends.items())]
-    lines += ["", f"{len(faults):6d}  not as it should be", *faults]
-    return "\n".join(lines) + "\n"
-
-
 if __name__ == "__main__":
     count, out = int(sys.argv[1]), Path(sys.argv[2])
     with tempfile.TemporaryDirectory() as name:
         ends, faults = run(count, Path(name))
-    command = f"command: python -m support.damage {count} {out}\n"
-    commit = os.popen("git rev-parse --short=12 HEAD").read()
-    versions = f"versions: torch {torch.__version__}, python {sys.version.split()[0]}\n"
-    out.write_text(f"{command}commit: {commit}{versions}\n{report(count, ends, faults)}")
-    print(report(count, ends, faults))
+    title = f"{sum(ends.values())} damaged checkpoints, {count} of each format, given to `equinorm balance`"
+    write_log("support.damage", out, table(title, by_name(ends), "not as it should be", faults))
     sys.exit(bool(faults))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
 import signal
 import sys
@@ -31,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import equinorm
 from support.architectures import BARRIERS, HOMOGENEOUS, LAYERS, MIXING, Architecture, example_input
+from support.logs import by_name, table, write_log
 
 KINDS = [*LAYERS, *HOMOGENEOUS, *MIXING, *BARRIERS]
 METHODS = ("weightnorm", "msr", "unit_filters", "none", "equinorm")
@@ -225,21 +225,9 @@ def run(seeds: Iterable[int], minutes: float = math.inf) -> tuple[int, Counter[t
     return count, ends, faults
 
 
-def report(count: int, ends: Counter[tuple[str, str]], faults: list[str]) -> str:
-    lines = [f"{count} random nets, each through every function in place, with a fault at a random write", ""]
-    lines += [f"{number:6d}  {name}: {end}" for (name, end), number in sorted(ends.items())]
-    lines += ["", f"{len(faults):6d}  half done, or not heard", *faults]
-    return "\n".join(lines) + "\n"
-
-
 if __name__ == "__main__":
     first, last, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    start = time.monotonic()
     count, ends, faults = run(range(first, last), float(sys.argv[4]) if sys.argv[4:] else math.inf)
-    commit = os.popen("git rev-parse --short=12 HEAD").read()
-    head = f"command: python -m support.faults {' '.join(sys.argv[1:])}\ncommit: {commit}"
-    head += f"versions: torch {torch.__version__}, python {sys.version.split()[0]}\n"
-    text = f"{head}seconds: {time.monotonic() - start:.0f}\n\n{report(count, ends, faults)}"
-    out.write_text(text)
-    print(text)
+    title = f"{count} random nets, each through every function in place, with a fault at a random write"
+    write_log("support.faults", out, table(title, by_name(ends), "half done, or not heard", faults))
     sys.exit(bool(faults))

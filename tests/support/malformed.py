@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from equinorm import cli
+from support.logs import table, write_log
 
 SECONDS = 120
 """A call that takes longer counts as one that hangs."""
@@ -228,18 +228,11 @@ def run(folder: Path, some: slice = slice(None)) -> tuple[Counter[str], list[str
 
 
 if __name__ == "__main__":
-    out = Path(sys.argv[1]).resolve()
-    start, here = time.monotonic(), Path.cwd()
-    commit = os.popen("git rev-parse --short=12 HEAD").read()
+    out, here = Path(sys.argv[1]).resolve(), Path.cwd()
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
         ends, faults = run(Path(name))
         os.chdir(here)
-    lines = [f"command: python -m support.malformed {sys.argv[1]}", f"commit: {commit.strip()}"]
-    lines += [f"versions: torch {torch.__version__}, python {sys.version.split()[0]}", ""]
-    lines += [f"{sum(ends.values())} malformed calls of the command line", ""]
-    lines += [f"{number:6d}  {end}" for end, number in sorted(ends.items())]
-    lines += ["", f"{len(faults):6d}  not as it should be", *faults]
-    out.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\n{time.monotonic() - start:.0f} s")
+    title = f"{sum(ends.values())} malformed calls of the command line"
+    write_log("support.malformed", out, table(title, ends.items(), "not as it should be", faults))
     sys.exit(bool(faults))

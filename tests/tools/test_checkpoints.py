@@ -183,7 +183,7 @@ def test_a_disk_that_returns_something_else(monkeypatch: pytest.MonkeyPatch) -> 
 
 def check_damaged(count: int, folder: Path) -> None:
     ends, faults = damage.run(count, folder)
-    assert not faults, damage.report(count, ends, faults)
+    assert not faults, ends
     assert len(ends) >= 5  # some damage leaves a checkpoint
 
 
