@@ -150,7 +150,8 @@ def fold_norms_(model: nn.Module, x: Tensor) -> None:
     for conv, norm in pairs:
         assert isinstance(conv, nn.Conv2d)
         assert isinstance(norm, nn.BatchNorm2d)
-        model.set_submodule(paths[conv], fuse_conv_bn_eval(conv, norm))
+        # torch makes biases that do not train, and `balance_` would keep them with all they hold
+        model.set_submodule(paths[conv], fuse_conv_bn_eval(conv, norm).requires_grad_(True))
         model.set_submodule(paths[norm], nn.Identity())
     left = [path for path, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
     if left or not torch.allclose(model(x), before, rtol=1e-3, atol=1e-3):

@@ -1,0 +1,104 @@
+"""`bench quantization` on a small net: what is folded, rounded and compared, and that a log is taken up again."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from equinorm.errors import UserError
+from equinorm.lab.bench import quantization as bench
+from equinorm.lab.bench.run import run
+
+PIL = pytest.importorskip("PIL.Image")
+
+
+def small(name: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    first, depthwise = nn.Conv2d(3, 4, 7, stride=7, bias=False), nn.Conv2d(4, 4, 3, groups=4, bias=False)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1000)]
+    model = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), depthwise, nn.BatchNorm2d(4), nn.ReLU(), *head)
+    for module in model:
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.1, 4)
+            nn.init.uniform_(module.running_var, 0.5, 2)  # type: ignore[arg-type]
+    model.eval()
+    bench.fold_norms_(model, torch.randn(2, 3, bench.SIZE, bench.SIZE))
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for archive, side in (("val224.tar", 224), ("train160.tar", 160)):
+        with tarfile.open(tmp_path / archive, "w") as tar:
+            for number, wnid in enumerate(list(bench.CLASSES)[:3]):
+                file = io.BytesIO()
+                PIL.effect_noise((side, side), 50 + number).convert("RGB").save(file, "PNG")
+                entry = tarfile.TarInfo(f"val/{wnid}/{number}.png")
+                entry.size = len(file.getvalue())
+                tar.addfile(entry, io.BytesIO(file.getvalue()))
+    return tmp_path
+
+
+def test_norms_are_folded_and_the_function_stays() -> None:
+    model = small()
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    assert isinstance(model[0], nn.Conv2d)
+    assert model[0].bias is not None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch's exporter to ONNX
+def test_rows_are_written_one_by_one_and_not_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("onnx", "onnxruntime", "onnxscript"):
+        pytest.importorskip(module)
+    monkeypatch.setattr(bench, "network", small)
+    monkeypatch.setattr(bench, "FORMATS", ((4, "tensor"),))
+    monkeypatch.setattr(bench, "CALIBRATION", 2)
+    log = folder / "log.jsonl"
+    rows = bench.measure(["efficientnet-lite0"], folder, log, {}, time.monotonic() + 600, lambda text: None)
+    assert [row.key for row in rows] == list(bench.wanted("efficientnet-lite0"))
+    assert bench.read_rows(log) == rows
+    for row in rows:
+        assert len(row.correct) == 3
+        if row.method.startswith("Quantization"):  # its own error is never above where it started
+            assert row.value_before is not None
+            assert row.value_after is not None
+            assert row.value_after <= row.value_before
+    before = log.read_text()
+    monkeypatch.setattr(bench, "network", lambda name: pytest.fail("a finished row was measured again"))
+    again = bench.measure(["efficientnet-lite0"], folder, log, {}, time.monotonic() + 600, lambda text: None)
+    assert again == rows
+    assert log.read_text() == before
+    assert bench.table_of(rows).row_count == len(rows)
+
+
+def test_rounding_leaves_the_network_as_it_is() -> None:
+    model = small()
+    before = copy.deepcopy(model.state_dict())
+    coarse = bench.coarse(model, 3, "tensor")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert len(coarse[0].weight.unique()) <= 7
+    assert torch.equal(coarse[0].bias, model[0].bias)
+
+
+def test_the_interval_is_of_paired_differences() -> None:
+    same = "1100110011" * 100
+    assert bench.interval(same, same) == (0.0, 0.0, 0.0)
+    difference, low, high = bench.interval("1" * 60 + "0" * 940, "0" * 1000)
+    assert difference == pytest.approx(6)
+    spread = 1.96 * 100 * (0.06 * 0.94 / 1000) ** 0.5
+    assert low == pytest.approx(6 - spread, abs=0.2)
+    assert high == pytest.approx(6 + spread, abs=0.2)
+
+
+def test_without_data_it_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--data-dir"):
+        run(("quantization",), tmp_path, device="cpu")
+    with pytest.raises(UserError, match=r"val224\.tar"):
+        bench.images(tmp_path / "val224.tar")
