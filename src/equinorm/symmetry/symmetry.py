@@ -83,11 +83,17 @@ class ScaledParameter:
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-        # one exponential of the difference: each by itself may be out of range where their product is not
         first, *others = self.logs(padded)
-        for other in others:
-            first = first + other
-        return first.exp()
+        if not others:
+            return first.exp()
+        (second,) = others
+        if padded.device.type == "cpu" and min(first.numel(), second.numel()) > 1:
+            # exponentials of rows and of columns are fewer, but each may be out of range where their product is not
+            (low, high), (least, most) = ((float(x) for x in part.detach().aminmax()) for part in (first, second))
+            centre = (low + high - least - most) / 4
+            if max(high - low, most - least, abs(low + high + least + most)) <= 300:
+                return (first - centre).exp() * (second + centre).exp()
+        return (first + second).exp()
 
     def logs(self, padded: Tensor) -> list[Tensor]:
         """Logarithms of the parts of the factor, which broadcast together to its shape."""
