@@ -574,8 +574,8 @@ class Mappings:
 
 @dataclass(frozen=True)
 class Demo:
-    """ENorm in deep nets, and every family on one net, on scikit-learn's digits: tables, a picture, a minute on two
-    cores."""
+    """ENorm in deep nets, and every family on one net, on scikit-learn's digits: tables and a picture, in minutes on a
+    CPU."""
 
     output: Annotated[
         Path, arg(metavar="DIR", help="Folder for the picture, the table and the runs (./equinorm-demo).")

@@ -10,7 +10,7 @@ stock2019_computed                      what stock2019 shows without training
 reproduce                               `equinorm reproduce`: train what a store does not have of some artifacts
 campaign                                `equinorm campaign`: all of them in order, in sittings of limited time
 sitting                                 the same on a machine that has only torch, numpy and Pillow, and is lost
-afterwards demo, demo_picture                      `equinorm demo`: a recipe on the embedded digits, in a minute
+afterwards demo, demo_picture                      `equinorm demo`: a recipe on the embedded digits, in minutes
 
 How to write one is said in docs/laboratory.md.
 """

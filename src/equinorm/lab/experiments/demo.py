@@ -1,4 +1,4 @@
-"""`equinorm demo`: ENorm in deep nets, and every family of methods on one net, on scikit-learn's digits, in a minute.
+"""`equinorm demo`: ENorm in deep nets, and every family of methods on one net, on scikit-learn's digits, in minutes.
 
 A recipe like those of the papers: a `Study` is a base `Run` and rows that differ from it in their method, a row is one
 line. In the first study the nets are fully connected and up to 21 layers deep; in the second a small residual net of
