@@ -56,12 +56,16 @@ def main(folder: Path) -> dict[str, Any]:
     conditions = {name: float(torch.linalg.cond(h)) for name, h in hessians.items()}
 
     figure, panels = style.figure(
-        1, 4, width=13, height=3.3, title="Normalized inputs make the loss round, and a round loss takes fewer steps",
+        1,
+        4,
+        width=13,
+        height=3.3,
+        title="Normalized inputs make the loss round, and a round loss takes fewer steps",
         caption="Linear regression on the same 500 points: as they come, with mean 0 and variance 1 per input (what "
         "BatchNorm does to a layer's units), and whitened. Lines of equal loss around the solution, and gradient "
         "descent with step size 1/λmax. λmax/λmin is the condition number of the Hessian, which is the second "
         "moment of the inputs.",
-    )  # fmt: skip
+    )
     start = torch.tensor([-0.9, 0.75], dtype=torch.float64)
     x, y = torch.meshgrid(*[torch.linspace(-1.1, 1.1, 120, dtype=torch.float64)] * 2, indexing="xy")
     losses = {}

@@ -61,12 +61,15 @@ def main(folder: Path) -> dict[str, Any]:
     }
 
     figure, (left, right) = style.figure(
-        1, 2, width=11, title="EquiNorm balances the positive weights of a filter against its negative ones",
+        1,
+        2,
+        width=11,
+        title="EquiNorm balances the positive weights of a filter against its negative ones",
         caption="Left: 64 filters of 3 x 3 x 32 on inputs after a ReLU; what the positive and the negative weights "
         "of each filter add to its mean output. On the dashed line they cancel and the output has mean 0. Two passes "
         "put every filter on the point (1, -1), one pass, which the paper uses, near it. Right: the part of each "
         "layer's output that is a constant per channel, in an untrained chain of 20 convolutions on images.",
-    )  # fmt: skip
+    )
     for number, (name, (positive, negative)) in enumerate(sides.items()):
         look = style.line(number + 1, linewidth=0, markersize=(5, 5, 8)[number], alpha=0.75)
         left.plot(positive, negative, label=name, **look)

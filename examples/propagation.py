@@ -74,13 +74,16 @@ def main(folder: Path) -> dict[str, Any]:
     by_width = {w: [residual_ratio(10, w, seed) for seed in range(SEEDS)] for w in WIDTHS}
 
     figure, panels = style.figure(
-        1, 4, width=14, height=3.3,
+        1,
+        4,
+        width=14,
+        height=3.3,
         title="Scaled weight norm keeps the size of signals and gradients; plain weight norm loses both",
         caption=f"At initialization. Left: {DEPTH} ReLU layers of width {WIDTH}, one network each; the norm of a "
         "layer's output (before its ReLU) over that of the input, and the norm of the gradient there for a random "
         f"gradient of norm 1 at the top. Right: residual networks, width 100 or 10 blocks; {SEEDS} seeds each; "
         "dotted: the bounds 1/e and e.",
-    )  # fmt: skip
+    )
     for number, name in enumerate(chains):
         layers = range(1, DEPTH + 1)
         panels[0].plot(layers, forward[name], label=name, **style.line(number + 1, markersize=3))

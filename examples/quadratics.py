@@ -59,13 +59,16 @@ def main(folder: Path) -> dict[str, Any]:
     paths = {name: descend(step_size) for name, step_size in chosen.items()}
 
     figure, panels = style.figure(
-        1, 4, width=13, height=3.3,
+        1,
+        4,
+        width=13,
+        height=3.3,
         title="The steepest direction limits the step size, the flattest one pays for it",
         caption=f"Gradient descent on ½(λ₁v₁² + λ₂v₂²), λ = {EIGENVALUES.tolist()}, {STEPS} steps from the same "
         "point. Left: the path over the lines of equal loss. Right: the loss after each step. A small step creeps, "
         "1/λmax finishes the steep direction at once, and close to 2/λmax the path jumps across the valley at "
         "every step.",
-    )  # fmt: skip
+    )
     x, y = torch.meshgrid(torch.linspace(-1.3, 1.3, 120), torch.linspace(-0.9, 2.6, 120), indexing="xy")
     loss = 0.5 * (EIGENVALUES[0] * x.square() + EIGENVALUES[1] * y.square())
     for number, (axes, (name, path)) in enumerate(zip(panels[:3], paths.items(), strict=True)):

@@ -67,14 +67,16 @@ def main(folder: Path) -> dict[str, Any]:
     }
 
     figure, (left, middle, right) = style.figure(
-        1, 3, width=12,
+        1,
+        3,
+        width=12,
         title="A layer before BatchNorm does not feel its own length: longer filters only learn more slowly",
         caption="A two-layer network on 256 random points; its first layer is multiplied by c. Left: relative change "
         "of the output. Middle: norm of the first layer's gradient; 1/c with BatchNorm, where the largest cosine "
         f"between a filter and its gradient is {alignment['BatchNorm']:.0e} ({alignment['no norm']:.2f} without). "
         "Right: the loss along the gradient, with BatchNorm: the functions are equal at 0, but the same step size "
         "goes less far for longer filters.",
-    )  # fmt: skip
+    )
     for number, name in enumerate(models):
         shown = [max(change, 1e-17) for change in changes[name]]
         left.plot(FACTORS, shown, label=name, **style.line(number + 1))

@@ -48,18 +48,20 @@ def main(folder: Path, width: int = WIDTH) -> dict[str, Any]:
     columns = {"as it is": column_energy(model), "balanced": column_energy(balanced)}
     about = f"{LAYERS} layers of {width} x {width}, layer 6 multiplied by 1.2 and layer 12 by 0.8, not trained."
     figure = plot_column_energy(
-        columns, title="Balancing takes the bumps out of a network without changing what it computes",
+        columns,
+        title="Balancing takes the bumps out of a network without changing what it computes",
         caption=f"{about} Each dot is the norm of one column: of all weights that enter one unit. Outputs of the two "
         f"networks differ by {change:.0e}. The first and last layer keep one side each: nothing rescales inputs and "
         "outputs.",
-    )  # fmt: skip
+    )
     style.save(figure, folder / "unbalanced_columns.png")
     figure = plot_energy_by_cycle(
-        cycles, title="ENorm cycles even out the energy of all layers, and the norm of the network falls",
+        cycles,
+        title="ENorm cycles even out the energy of all layers, and the norm of the network falls",
         caption=f"{about} Left: the squared norm of each layer, a darker line for a later cycle. Right: the norm of "
         f"the whole network; balance_ finds the least norm {report.norm_after:.3f} at once (dashed). After stock2019, "
         "figures 7 and 9.",
-    )  # fmt: skip
+    )
     figure.axes[1].axhline(report.norm_after, linestyle="--", color="0.3", linewidth=1.2)
     style.save(figure, folder / "unbalanced_cycles.png")
     return {"change": change, "cycles": cycles, "report": report}

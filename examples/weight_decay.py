@@ -65,11 +65,14 @@ def main(folder: Path) -> dict[str, Any]:
         "no weight decay, growing lr": train(0.0, growing=decay),
     }
     figure, panels = style.figure(
-        1, 3, width=12, title="With BatchNorm, weight decay is a learning rate: the second and third run are the same",
+        1,
+        3,
+        width=12,
+        title="With BatchNorm, weight decay is a learning rate: the second and third run are the same",
         caption="The layer before a BatchNorm, full-batch gradient descent. Left: the loss; the run with weight "
         "decay λ and the one without it whose learning rate grows as η(1 - ηλ)^(-2t-1) agree to rounding. Middle: "
         "the mean length of a filter, which decay keeps short. Right: what counts, lr/‖w‖²: weight decay raises it.",
-    )  # fmt: skip
+    )
     for number, (name, run) in enumerate(runs.items()):
         look = style.line(number + 1, marker=None, linewidth=(2, 4, 1.6)[number], alpha=(1, 0.5, 1)[number])
         if number == 2:

@@ -57,12 +57,15 @@ def train(lr: float) -> dict[str, Any]:
 def main(folder: Path) -> dict[str, Any]:
     runs = {lr: train(lr) for lr in RATES}
     figure, (left, middle, right) = style.figure(
-        1, 3, width=12, title="Weight norm turns a weight without shortening it, and so lowers its own learning rate",
+        1,
+        3,
+        width=12,
+        title="Weight norm turns a weight without shortening it, and so lowers its own learning rate",
         caption="w = g·v/‖v‖ learns a direction in the plane (dashed), from the same start with three learning "
         "rates. Left: v; every step is at a right angle to v, so v only moves outwards. Middle: its length. Right: "
         "the effective learning rate lr/‖v‖²: the larger lr was, the more v grew, and the rates come closer to each "
         "other.",
-    )  # fmt: skip
+    )
     goal = torch.tensor([-0.6, 0.8])
     reach = max(float(run["path"].norm(dim=1).max()) for run in runs.values()) * 1.08
     left.plot([0, float(goal[0]) * reach], [0, float(goal[1]) * reach], "--", color="0.4", linewidth=1)

@@ -31,10 +31,18 @@ from equinorm.tools import fit16, transformer
 
 SEEDS = range(3)
 SIZES = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 
 
 # -- the nets ----------------------------------------------------------------------------------------------------------
@@ -157,11 +165,20 @@ def measured(name: str, seed: int) -> dict[str, Any]:
     after = fit16.state_in(moved, inputs, torch.float16, exact)
     single = fit16.state_in(model, inputs, torch.float32, exact)
     return {
-        "net": name, "seed": seed, "numbers": before.numbers, "infinite_before": before.infinite,
-        "error_before": before.error, "infinite_after": after.infinite, "error_after": after.error,
-        "error_float32": single.error, "change_float64": relative_change(fit16.exact_outputs(moved, inputs), exact),
-        "excess": fitted.excess, "config": fitted.config, "epsilons": len(fitted.numbers), "notes": fitted.notes,
-    }  # fmt: skip
+        "net": name,
+        "seed": seed,
+        "numbers": before.numbers,
+        "infinite_before": before.infinite,
+        "error_before": before.error,
+        "infinite_after": after.infinite,
+        "error_after": after.error,
+        "error_float32": single.error,
+        "change_float64": relative_change(fit16.exact_outputs(moved, inputs), exact),
+        "excess": fitted.excess,
+        "config": fitted.config,
+        "epsilons": len(fitted.numbers),
+        "notes": fitted.notes,
+    }
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:

@@ -593,9 +593,7 @@ def kernels_run(axis: int | None, optimizer_name: str, max_step: float) -> State
     return state | {"limited": torch.tensor(msr.limited)}
 
 
-@pytest.mark.parametrize(
-    ("axis", "step", "count"), diagonal((1, 0), (("sgd", 1e-4), ("adamw", 1e-6)), (2, 4))
-)  # fmt: skip
+@pytest.mark.parametrize(("axis", "step", "count"), diagonal((1, 0), (("sgd", 1e-4), ("adamw", 1e-6)), (2, 4)))
 def test_mean_shift_rejection_is_that_of_one_process(
     axis: int, step: tuple[str, float], count: int, ranks: Pools
 ) -> None:
@@ -664,9 +662,13 @@ def test_filters_that_are_whole_here_need_nothing_from_elsewhere(ranks: Pools) -
 
 
 PUT = (
-    "mean_shift_rejection_", "weight_norm_", "centred_weight_norm_", "scaled_weight_norm_", "weight_standardization_",
+    "mean_shift_rejection_",
+    "weight_norm_",
+    "centred_weight_norm_",
+    "scaled_weight_norm_",
+    "weight_standardization_",
     "unit_filters_",
-)  # fmt: skip
+)
 """They put parametrizations on a model, which an engine that has taken hold of its parameters would not see."""
 
 

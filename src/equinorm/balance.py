@@ -242,9 +242,14 @@ def optimum(symmetry: Symmetry, problem: Problem, tol: float, deadline: float | 
     solution = _within_range(symmetry, problem, tol, deadline)
     still = problem.fixed[:-1].cpu()
     return Optimum(
-        solution.log_scales, solution.imbalance, solution.iterations, solution.converged, still,
-        tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)), problem.passes,
-    )  # fmt: skip
+        solution.log_scales,
+        solution.imbalance,
+        solution.iterations,
+        solution.converged,
+        still,
+        tuple(w.name for w in symmetry.moving if w.multiplicative and _touches(w, still)),
+        problem.passes,
+    )
 
 
 def symmetry_of(model: nn.Module, example_inputs: Any, symmetry: Symmetry | None, **options: Any) -> Symmetry:

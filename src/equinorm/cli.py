@@ -249,40 +249,62 @@ class Balance:
         )
         with _step("balancing") as going_on:
             try:
-                plan = pretrained.balanced(
-                    bound, symmetry, self.p, self.c, self.tol, self.parameters or None, going_on
-                )  # fmt: skip
+                plan = pretrained.balanced(bound, symmetry, self.p, self.c, self.tol, self.parameters or None, going_on)
             except (ValueError, OverflowError) as error:
                 raise UserError(str(error)) from error
         with _step(f"writing {self.output}" if self.output is not None else "checking") as going_on:
             written = pretrained.write(
-                bound, plan, self.output,
+                bound,
+                plan,
+                self.output,
                 lambda old, new: pretrained.check_slices(old, new, empty.make, empty.choices, examples),
-                self.shard_size, going_on,
-            )  # fmt: skip
+                self.shard_size,
+                going_on,
+            )
         report = BalanceReport(
-            written.norm_before, written.norm_after, plan.imbalance, plan.iterations, monotonic() - traced,
-            plan.converged, plan.num_scales, plan.held, plan.held_in, traced - begun,
-            None if written.check.why_not else written.check.change, criterion=Norm(self.p, self.c),
-            value_before=plan.value_before, value_after=plan.value_after,
-        )  # fmt: skip
+            written.norm_before,
+            written.norm_after,
+            plan.imbalance,
+            plan.iterations,
+            monotonic() - traced,
+            plan.converged,
+            plan.num_scales,
+            plan.held,
+            plan.held_in,
+            traced - begun,
+            None if written.check.why_not else written.check.change,
+            criterion=Norm(self.p, self.c),
+            value_before=plan.value_before,
+            value_after=plan.value_after,
+        )
         say(report)
         say(written.check)
         if written.left_out:
             say(f"left out, since they hold weights from before: {', '.join(written.left_out)}")
         if bound.unused:
-            say(f"kept as they were, since the model does not use them: {', '.join(bound.unused[:3])}" + (
-                f" and {len(bound.unused) - 3} more" if len(bound.unused) > 3 else ""))  # fmt: skip
+            say(
+                f"kept as they were, since the model does not use them: {', '.join(bound.unused[:3])}"
+                + (f" and {len(bound.unused) - 3} more" if len(bound.unused) > 3 else "")
+            )
         say(
-            "nothing written: give --output FOLDER for that" if self.output is None else
-            f"written: {self.output} ({counted(written.shards, 'file')}, each read back)"
-        )  # fmt: skip
+            "nothing written: give --output FOLDER for that"
+            if self.output is None
+            else f"written: {self.output} ({counted(written.shards, 'file')}, each read back)"
+        )
         if self.json:
-            _print_json({
-                "model": self.model, "checkpoint": folder, "output": None if self.output is None else str(self.output),
-                **report.to_dict(), "verified": asdict(written.check), "passes": plan.passes, "solver_bytes": need,
-                "largest_shard": held.largest_shard, "program_bytes": program,
-            })  # fmt: skip
+            _print_json(
+                {
+                    "model": self.model,
+                    "checkpoint": folder,
+                    "output": None if self.output is None else str(self.output),
+                    **report.to_dict(),
+                    "verified": asdict(written.check),
+                    "passes": plan.passes,
+                    "solver_bytes": need,
+                    "largest_shard": held.largest_shard,
+                    "program_bytes": program,
+                }
+            )
 
 
 Options = Annotated[
@@ -411,9 +433,14 @@ class Diagnose:
         batch = diagnose.random_batch(work.inputs, work.model, self.samples) if data is None else None
         with _step("measuring"):
             found = diagnose.diagnose(
-                work.model, work.examples[0] if batch is None else batch, self.output, name=self.model,
-                origin=work.origin, data=data, symmetry=work.symmetry,
-            )  # fmt: skip
+                work.model,
+                work.examples[0] if batch is None else batch,
+                self.output,
+                name=self.model,
+                origin=work.origin,
+                data=data,
+                symmetry=work.symmetry,
+            )
         advice = diagnose.what_to_try(found)
         if self.json:
             _print_json({"model": self.model, "page": str(self.output), "advice": [asdict(item) for item in advice]})
@@ -539,9 +566,16 @@ class Fit16:
             say("nothing written: give --output for that")
         if self.json:
             _print_json(
-                {"model": self.model, "before": asdict(before), "after": asdict(after), "excess": fitted.excess,
-                 "config": fitted.config, "notes": fitted.notes, "output_change": change}
-            )  # fmt: skip
+                {
+                    "model": self.model,
+                    "before": asdict(before),
+                    "after": asdict(after),
+                    "excess": fitted.excess,
+                    "config": fitted.config,
+                    "notes": fitted.notes,
+                    "output_change": change,
+                }
+            )
 
 
 @dataclass(frozen=True)
@@ -740,10 +774,16 @@ class Campaign:
         if self.choose or self.list or self.merge:
             return
         done = campaign.work(
-            store, items, minutes=self.minutes, sitting=self.sitting, toy=self.toy, data_dir=self.data_dir,
-            device=self.device, side_by_side=self.side_by_side,
+            store,
+            items,
+            minutes=self.minutes,
+            sitting=self.sitting,
+            toy=self.toy,
+            data_dir=self.data_dir,
+            device=self.device,
+            side_by_side=self.side_by_side,
             train=lambda runs, into, **options: launch(runs, into, options=Options(**options)),
-        )  # fmt: skip
+        )
         print(done.sentence())
         if done.interrupted:
             raise KeyboardInterrupt
@@ -847,9 +887,17 @@ class Bench:
         from .lab.bench.run import run
 
         written = run(
-            self.parts, self.output, device=self.device, only=self.only, variants=self.variant, mode=self.mode,
-            quick=self.quick, repeats=self.repeats, minutes=self.minutes, data_dir=self.data_dir,
-        )  # fmt: skip
+            self.parts,
+            self.output,
+            device=self.device,
+            only=self.only,
+            variants=self.variant,
+            mode=self.mode,
+            quick=self.quick,
+            repeats=self.repeats,
+            minutes=self.minutes,
+            data_dir=self.data_dir,
+        )
         print("Written: " + ", ".join(str(path) for path in dict.fromkeys(written)) if written else "Nothing written.")
 
 

@@ -75,9 +75,14 @@ def canonical_(
     if symmetry.num_scales:
         symmetry.rescale_(log_scales)
     return CanonicalReport(
-        before, _norm(symmetry), imbalance, imbalance <= tol, symmetry.num_scales, int(dead.sum()),
+        before,
+        _norm(symmetry),
+        imbalance,
+        imbalance <= tol,
+        symmetry.num_scales,
+        int(dead.sum()),
         time.monotonic() - start,
-    )  # fmt: skip
+    )
 
 
 def canonical_log_scales(symmetry: Symmetry, tol: float = 1e-10) -> tuple[Tensor, Tensor, float]:

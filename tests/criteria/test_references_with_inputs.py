@@ -124,9 +124,13 @@ def compared(name: str, criterion: Criterion, plain: Callable[[nn.Module, equino
         assert problem.value(s) == pytest.approx(plain(rescaled(symmetry, s), symmetry) - offset, rel=1e-9)
     logarithm = isinstance(criterion, Peaks)
     least = scipy_least(
-        lambda s: np.log(problem_plain) if logarithm and (problem_plain := plain(rescaled(symmetry, s), symmetry))
-        else plain(rescaled(symmetry, s), symmetry), n,
-    )  # fmt: skip
+        lambda s: (
+            np.log(problem_plain)
+            if logarithm and (problem_plain := plain(rescaled(symmetry, s), symmetry))
+            else plain(rescaled(symmetry, s), symmetry)
+        ),
+        n,
+    )
     report = equinorm.balance_(net, X, criterion=criterion, symmetry=symmetry)
     assert report.converged
     reached = plain(net, symmetry)

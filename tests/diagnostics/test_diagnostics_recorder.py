@@ -104,9 +104,15 @@ def test_all_instruments_by_name(tmp_path: Path) -> None:
     model = network()
     optimizer = sgd(model)
     with Recorder(
-        model, optimizer, 3, list(INSTRUMENTS), loss_fn=F.cross_entropy, batch=batch, path=tmp_path / "a.jsonl",
+        model,
+        optimizer,
+        3,
+        list(INSTRUMENTS),
+        loss_fn=F.cross_entropy,
+        batch=batch,
+        path=tmp_path / "a.jsonl",
         max_share=None,
-    ):  # fmt: skip
+    ):
         train(model, optimizer, 3)
     first, second = read_records(tmp_path / "a.jsonl")
     assert set(first) == {"step", *INSTRUMENTS}

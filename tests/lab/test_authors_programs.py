@@ -133,8 +133,10 @@ def test_the_released_cycle_leaves_the_last_layer_out() -> None:
     assert (cell.runs[0].data.train, len(cell.runs)) == (40_960, 3)
     last = f"{stock2019.LAST_LAYER}.weight"
     plain = replace(plain, optim=paper.optim)
-    after = {name: weights_after(replace(run, optim=paper.optim)) for name, run in
-             {"plain": plain, "released": released, "kept": kept, "paper": paper}.items()}  # fmt: skip
+    after = {
+        name: weights_after(replace(run, optim=paper.optim))
+        for name, run in {"plain": plain, "released": released, "kept": kept, "paper": paper}.items()
+    }
     for name in ("released", "kept"):
         torch.testing.assert_close(after[name][last], after["plain"][last])
     assert not torch.allclose(after["paper"][last], after["plain"][last])

@@ -100,8 +100,11 @@ def test_the_list_is_the_one_that_was_asked_for() -> None:
 def test_items_are_found_by_name_artifact_and_paper() -> None:
     assert named([]) == ITEMS
     assert [found.name for found in named(["stock2019/table3", "figure4"])] == [
-        "figure4", "table3-128", "table3-32", "table3-8",
-    ]  # fmt: skip
+        "figure4",
+        "table3-128",
+        "table3-32",
+        "table3-8",
+    ]
     assert {found.artifact.split("/")[0] for found in named(["ruff2020"])} == {"ruff2020"}
     with pytest.raises(UserError, match=r"no item 'figure99'; did you mean figure8 .* It has tuning-fc, figure4"):
         named(["figure99"])
@@ -117,8 +120,11 @@ def test_an_item_can_take_the_best_rows_of_another() -> None:
         cells = second.part(artifacts, records).cells
         return [(cell.row, cell.column, len(cell.runs)) for cell in cells]
 
-    accuracies = {(row, column): 90.0 + (i if column == "BN" else -i) for i, row in enumerate(rows)
-                  for column in ("BN", "EquiNorm")}  # fmt: skip
+    accuracies = {
+        (row, column): 90.0 + (i if column == "BN" else -i)
+        for i, row in enumerate(rows)
+        for column in ("BN", "EquiNorm")
+    }
     records = {
         run.key: record_of(run, accuracies[cell.row, cell.column])
         for cell in first.part(artifacts, {}).cells
@@ -253,11 +259,7 @@ def test_what_is_begun_can_be_finished(
     assert [run.key in begun for run in chosen] == sorted((run.key in begun for run in chosen), reverse=True)
     for several in ([run for run in chosen if run.key in begun], [run for run in chosen if run.key not in begun]):
         assert several == sorted(several, key=RUNS.index)
-    left = [
-        Estimate(e.alone / 2, e.floor / 2) if run.key in begun else e
-        for run in chosen
-        for e in [by_key[run.key]]
-    ]  # fmt: skip
+    left = [Estimate(e.alone / 2, e.floor / 2) if run.key in begun else e for run in chosen for e in [by_key[run.key]]]
     if len(chosen) > len(begun):
         assert campaign.MARGIN * wall(left, side_by_side) <= seconds * (1 + 1e-9)
     if not chosen:

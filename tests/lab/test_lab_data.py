@@ -171,7 +171,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, bytes], Pair, Pair]] = {
     "cifar10 binary, nested": ("cifar10", under("cifar10/cifar-10-batches-bin", BIN), RGB_TRAIN, RGB_TEST),
     "cifar10 binary, itself": ("cifar10", BIN, RGB_TRAIN, RGB_TEST),
     "cifar10 binary, archive": (
-        "cifar10", {"cifar-10-binary.tar.gz": tar_gz(under("cifar-10-batches-bin", BIN))}, RGB_TRAIN, RGB_TEST,
+        "cifar10",
+        {"cifar-10-binary.tar.gz": tar_gz(under("cifar-10-batches-bin", BIN))},
+        RGB_TRAIN,
+        RGB_TEST,
     ),
     "cifar10 python": ("cifar10", under("cifar-10-batches-py", PY), RGB_TRAIN, RGB_TEST),
     "cifar10 python 3": (
@@ -181,15 +184,24 @@ LAYOUTS: dict[str, tuple[str, dict[str, bytes], Pair, Pair]] = {
         RGB_TEST,
     ),
     "cifar10 python, archive": (
-        "cifar10", {"cifar10/cifar-10-python.tar.gz": tar_gz(under("./cifar-10-batches-py", PY))}, RGB_TRAIN, RGB_TEST,
+        "cifar10",
+        {"cifar10/cifar-10-python.tar.gz": tar_gz(under("./cifar-10-batches-py", PY))},
+        RGB_TRAIN,
+        RGB_TEST,
     ),
     "cifar100 binary": ("cifar100", under("cifar-100-binary", BIN100), FINE_TRAIN, FINE_TEST),
     "cifar100 binary, archive": (
-        "cifar100", {"cifar-100-binary.tar.gz": tar_gz(under("cifar-100-binary", BIN100))}, FINE_TRAIN, FINE_TEST,
+        "cifar100",
+        {"cifar-100-binary.tar.gz": tar_gz(under("cifar-100-binary", BIN100))},
+        FINE_TRAIN,
+        FINE_TEST,
     ),
     "cifar100 python": ("cifar100", under("cifar-100-python", PY100), FINE_TRAIN, FINE_TEST),
     "cifar100 python, archive": (
-        "cifar100", {"cifar-100-python.tar.gz": tar_gz(under("cifar-100-python", PY100))}, FINE_TRAIN, FINE_TEST,
+        "cifar100",
+        {"cifar-100-python.tar.gz": tar_gz(under("cifar-100-python", PY100))},
+        FINE_TRAIN,
+        FINE_TEST,
     ),
     "svhn": ("svhn", under("svhn", SVHN), RGB_TRAIN, RGB_TEST),
     "mnist": ("mnist", under("mnist", MNIST), GREY_TRAIN, GREY_TEST),
@@ -197,7 +209,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, bytes], Pair, Pair]] = {
     "mnist, packed": ("mnist", under("mnist", packed(MNIST)), GREY_TRAIN, GREY_TEST),
     "fashion_mnist": ("fashion_mnist", under("fashion-mnist", MNIST), GREY_TRAIN, GREY_TEST),
     "fashion_mnist, packed": ("fashion_mnist", under("FashionMNIST/raw", packed(MNIST)), GREY_TRAIN, GREY_TEST),
-}  # fmt: skip
+}
 
 
 def assert_holds(data: DataSet, train: Pair, test: Pair) -> None:
@@ -352,9 +364,17 @@ def test_missing_files_are_named_with_their_place_and_source(tmp_path: Path) -> 
         load("cifar10", tmp_path)
     message = str(caught.value)
     for part in (
-        str(tmp_path), "cifar-10-binary.tar.gz", "cifar-10-batches-bin/", "data_batch_1.bin", "test_batch.bin",
-        "cifar-10-python.tar.gz", "has only data_batch_2", "Krizhevsky", "EQUINORM_DATA", "--data-dir",
-    ):  # fmt: skip
+        str(tmp_path),
+        "cifar-10-binary.tar.gz",
+        "cifar-10-batches-bin/",
+        "data_batch_1.bin",
+        "test_batch.bin",
+        "cifar-10-python.tar.gz",
+        "has only data_batch_2",
+        "Krizhevsky",
+        "EQUINORM_DATA",
+        "--data-dir",
+    ):
         assert part in message
 
 
@@ -447,9 +467,14 @@ class StubHub(types.ModuleType):
     ],
 )
 def test_what_is_missing_is_downloaded_once(
-    name: str, train: Pair, test: Pair, columns: tuple[str, str], asked: tuple[str, str | None],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name: str,
+    train: Pair,
+    test: Pair,
+    columns: tuple[str, str],
+    asked: tuple[str, str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hub = StubHub({"train": train, "test": test}, columns)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     counts = {"train": len(train[1]), "test": len(test[1])}
@@ -717,10 +742,12 @@ def test_magnification_against_the_slow_twin(case: tuple[Tensor, Data, int], a: 
     assert data.scale is not None
     assert (place.scale >= data.scale[0] - 1e-6).all()
     assert (place.scale <= data.scale[1] + 1e-6).all()
-    expected = np.stack([
-        slow_magnify(image.numpy(), float(t), float(le), bool(f), float(s), size, data.padding)
-        for image, t, le, f, s in zip(x, place.top, place.left, place.flip, place.scale, strict=True)
-    ])  # fmt: skip
+    expected = np.stack(
+        [
+            slow_magnify(image.numpy(), float(t), float(le), bool(f), float(s), size, data.padding)
+            for image, t, le, f, s in zip(x, place.top, place.left, place.flip, place.scale, strict=True)
+        ]
+    )
     np.testing.assert_allclose(magnify(x, place, size, data.padding).numpy(), expected, atol=0.02)
     out = augment(x, data, (), (), True, generator(seed))
     np.testing.assert_allclose(out.numpy(), expected / 255, atol=1e-4)
@@ -784,9 +811,12 @@ def test_augmentation_draws_from_its_own_generator() -> None:
 
 
 @given(
-    st.integers(1, 3), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.booleans(),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.booleans(),
     st.integers(0, 2**32),
-)  # fmt: skip
+)
 def test_normalisation(channels: int, channels_last: bool, dtype: torch.dtype, tensors: bool, seed: int) -> None:
     x = torch.from_numpy(pictures(3, (channels, 4, 5), seed=seed)[0])
     mean, std = [0.1 + 0.2 * i for i in range(channels)], [0.2 + 0.1 * i for i in range(channels)]

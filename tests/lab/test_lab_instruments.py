@@ -59,8 +59,11 @@ def test_everything_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     bench.main([*command, "--draw"])
     assert {path.name for path in tmp_path.iterdir()} - set(first) == {
-        "vgg_landscape.svg", "vgg_landscape.png", "resnet110_filters.svg", "resnet110_filters.png",
-    }  # fmt: skip
+        "vgg_landscape.svg",
+        "vgg_landscape.png",
+        "resnet110_filters.svg",
+        "resnet110_filters.png",
+    }
     assert "95 % interval" in capsys.readouterr().out
 
 
@@ -225,9 +228,17 @@ def vgg_rows(epochs: int, lr: float, diverged: bool = False, run: str = "none", 
     scan = {"loss": known, "losses": [known] * 8, "changes": [known] * 8, "beta": known}
     first = {"loss": 2.0, "losses": [2.0] * 8, "changes": [3.0] * 8, "beta": 4.0}
     summary = {
-        "finished": True, "key": "k", "epochs": epochs, "diverged": diverged, "test_accuracy": 61.25, "lr": lr,
-        "batch": 128, "data": "cifar10", "measured_every": 100, "steps_per_epoch": 391,
-    }  # fmt: skip
+        "finished": True,
+        "key": "k",
+        "epochs": epochs,
+        "diverged": diverged,
+        "test_accuracy": 61.25,
+        "lr": lr,
+        "batch": 128,
+        "data": "cifar10",
+        "measured_every": 100,
+        "steps_per_epoch": 391,
+    }
     key = {"run": run, "seed": seed}
     return [{**key, "step": 0, "landscape": first}, {**key, "step": 100, "landscape": scan}, {**key, **summary}]
 

@@ -307,9 +307,17 @@ def test_mean_shift_rejection_kernels(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("norm", "expected"),
-    [("none", False), ("batchnorm", False), ("msr", False), ("weightnorm+batchnorm", False), ("weightnorm", True),
-     ("scaled_weightnorm", True), ("equinorm", True), ("normprop", True)],
-)  # fmt: skip
+    [
+        ("none", False),
+        ("batchnorm", False),
+        ("msr", False),
+        ("weightnorm+batchnorm", False),
+        ("weightnorm", True),
+        ("scaled_weightnorm", True),
+        ("equinorm", True),
+        ("normprop", True),
+    ],
+)
 def test_which_layers_have_a_bias(norm: str, expected: bool) -> None:
     for bias in (None, True, False):
         model = tiny("resnet18", norm=norm, bias=bias)
@@ -467,9 +475,15 @@ def test_rescaling_keeps_the_function(name: str, scales: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "norm"),
-    [("resnet18", "equinorm"), ("resnet110", "msr"), ("fc", "weightnorm"), ("convpool_cnn_c", "weightnorm_mean_only"),
-     ("wrn", "frn"), ("preact_resnet", "batchnorm")],
-)  # fmt: skip
+    [
+        ("resnet18", "equinorm"),
+        ("resnet110", "msr"),
+        ("fc", "weightnorm"),
+        ("convpool_cnn_c", "weightnorm_mean_only"),
+        ("wrn", "frn"),
+        ("preact_resnet", "batchnorm"),
+    ],
+)
 def test_one_graph_without_breaks(name: str, norm: str) -> None:
     """What compiles as one graph reads nothing on the host, so that a CUDA graph can hold it."""
     options = {"noise": 0.1} if name in RESIDUAL else {}

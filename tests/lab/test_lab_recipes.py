@@ -539,9 +539,7 @@ def test_toy_runs_are_small_and_miss_no_method(name: str) -> None:
         assert (run.epochs, run.batch, run.seed) == (2, 32, 0)
 
     def kinds(of: Artifact) -> set[tuple[str, str, str]]:
-        return {
-            (run.method.name, str(sorted(run.method.options)), str(run.model.options["norm"])) for run in of.runs()
-        }  # fmt: skip
+        return {(run.method.name, str(sorted(run.method.options)), str(run.model.options["norm"])) for run in of.runs()}
 
     assert kinds(toy) == kinds(artifact)
     assert {run.optim.schedule for run in toy.runs()} == {run.optim.schedule for run in artifact.runs()}

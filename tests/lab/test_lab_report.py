@@ -81,7 +81,10 @@ def lines_artifact(n: int = 3) -> Artifact:
         for depth in range(1, 20, 2)
     )
     return Artifact(
-        "fake/figure1", "Fully connected nets: test accuracy over depth", "ENorm is ahead.", "60 epochs.\nHe.",
+        "fake/figure1",
+        "Fully connected nets: test accuracy over depth",
+        "ENorm is ahead.",
+        "60 epochs.\nHe.",
         cells,
         (
             Claim("ENorm-1.2 beats the baseline at 19 layers", lambda m: m["ENorm-1.2", "19"] > m["Baseline", "19"]),
@@ -89,8 +92,10 @@ def lines_artifact(n: int = 3) -> Artifact:
             Claim("Plain biases diverge at 19 layers", lambda m: math.isnan(m["ENorm + bias, plain", "19"])),
             Claim("There is a twentieth layer", lambda m: m["BN", "20"] > 0),
         ),
-        kind="lines", x_label="intermediary layers", shrink=shrink,
-    )  # fmt: skip
+        kind="lines",
+        x_label="intermediary layers",
+        shrink=shrink,
+    )
 
 
 def curves_artifact() -> Artifact:
@@ -99,8 +104,16 @@ def curves_artifact() -> Artifact:
         for i, row in enumerate(("BatchNorm", "EquiNorm", "GroupNorm"))
         for j, column in enumerate(("CIFAR-10", "SVHN"))
     )
-    return Artifact("fake/figure2", "Curves of wide nets", "EquiNorm is faster.", "30 epochs.", cells, kind="curves",
-                    band="quartiles", tolerance=1.0)  # fmt: skip
+    return Artifact(
+        "fake/figure2",
+        "Curves of wide nets",
+        "EquiNorm is faster.",
+        "30 epochs.",
+        cells,
+        kind="curves",
+        band="quartiles",
+        tolerance=1.0,
+    )
 
 
 def bars_artifact() -> Artifact:
@@ -120,8 +133,15 @@ def table_artifact() -> Artifact:
         for i, row in enumerate(("Baseline", "BN", "GN", "ENorm-1.1"))
         for j, column in enumerate(("32", "128"))
     )
-    return Artifact("other/table4", "ResNet-18 by batch size", "ENorm is best at small batches.", "90 epochs.", cells,
-                    x_label="batch", shrink=shrink)  # fmt: skip
+    return Artifact(
+        "other/table4",
+        "ResNet-18 by batch size",
+        "ENorm is best at small batches.",
+        "90 epochs.",
+        cells,
+        x_label="batch",
+        shrink=shrink,
+    )
 
 
 def computed_artifact(draw: Callable[[dict[str, Any], Any], None] | None = None) -> Artifact:
@@ -129,11 +149,15 @@ def computed_artifact(draw: Callable[[dict[str, Any], Any], None] | None = None)
         return {(row, "elements"): value for row, value in data["elements"].items()}
 
     return Artifact(
-        "other/table1", "Elements touched", "ENorm touches fewer.", "Counted.",
+        "other/table1",
+        "Elements touched",
+        "ENorm touches fewer.",
+        "Counted.",
         (Cell("BN", "elements", (), paper=12_800_000, tolerance=1e5), Cell("ENorm", "elements", (), paper=11_000_000)),
         (Claim("ENorm touches fewer elements", lambda m: m["ENorm", "elements"] < m["BN", "elements"]),),
-        Compute(lambda toy: {"elements": {"BN": 1, "ENorm": 1}}, cells, draw), unit="",
-    )  # fmt: skip
+        Compute(lambda toy: {"elements": {"BN": 1, "ENorm": 1}}, cells, draw),
+        unit="",
+    )
 
 
 def waiting_artifact() -> Artifact:
@@ -286,11 +310,13 @@ def test_claims() -> None:
     assert claim(lambda m: all(v > 0 for v in m.values()), {"A": [], "B": [1.0, 2.0]}) == ("reproduced", "")
     assert claim(lambda m: m["A", "1"] > 0, {"A": [], "B": [1.0, 2.0]}) == ("not run", "missing: A at 1")
     assert claim(lambda m: m["A", "1"] > 0, {"A": [1.0]}) == (
-        "reproduced", "single runs. some runs are missing, n = 1 of 2 at the least"
-    )  # fmt: skip
+        "reproduced",
+        "single runs. some runs are missing, n = 1 of 2 at the least",
+    )
     assert claim(lambda m: m["A", "1"] > m["B", "1"], {"A": [2.0], "B": [1.0, 1.0]}) == (
-        "reproduced", "in part single runs. some runs are missing, n = 1 of 2 at the least"
-    )  # fmt: skip
+        "reproduced",
+        "in part single runs. some runs are missing, n = 1 of 2 at the least",
+    )
     lost: dict[str, list[float | None]] = {"A": [None, None], "B": [1.0, 2.0]}
     assert claim(lambda m: math.isnan(m["A", "1"]), lost) == ("reproduced", "diverged: A at 1")
     assert claim(lambda m: m["A", "1"] > m["B", "1"], lost) == ("not reproduced", "diverged: A at 1")
@@ -440,21 +466,29 @@ def line_of(
     [
         ({}, ""),
         ({"BN": [54.0, 54.2]}, ""),
-        ({"Baseline": [50, 50.2], "BN": [54, 54.2], "ENorm": [55, 55.2]},
-         "ENorm: +5.00 on no norm; +1.00 on BatchNorm"),
-        ({"Baseline": [50, 50.2], "BN": [54, 56], "ENorm": [55, 55.2]},
-         "ENorm: +5.00 on no norm; +0.10 on BatchNorm (within the spread)"),
+        (
+            {"Baseline": [50, 50.2], "BN": [54, 54.2], "ENorm": [55, 55.2]},
+            "ENorm: +5.00 on no norm; +1.00 on BatchNorm",
+        ),
+        (
+            {"Baseline": [50, 50.2], "BN": [54, 56], "ENorm": [55, 55.2]},
+            "ENorm: +5.00 on no norm; +0.10 on BatchNorm (within the spread)",
+        ),
         ({"Baseline": [50], "ENorm": [55]}, "undecided: highest ENorm, +5.00 on no norm (single runs)"),
-        ({"Baseline": [None], "BN": [54], "ENorm": [55]},
-         "undecided: highest ENorm, no norm diverges; +1.00 on BatchNorm (single runs)"),
+        (
+            {"Baseline": [None], "BN": [54], "ENorm": [55]},
+            "undecided: highest ENorm, no norm diverges; +1.00 on BatchNorm (single runs)",
+        ),
         ({"BN": [55.0], "M": [54.0]}, "undecided: highest BatchNorm, +1.00 on MSR (single runs)"),
-        ({"BN": [55.0, 55.2], "M": [58.0], "ENorm": [54.0, 54.2]},
-         "undecided: highest MSR, +2.90 on BatchNorm (single runs)"),
+        (
+            {"BN": [55.0, 55.2], "M": [58.0], "ENorm": [54.0, 54.2]},
+            "undecided: highest MSR, +2.90 on BatchNorm (single runs)",
+        ),
         ({"BN": [55.0, 55.2], "M": [53.0], "ENorm": [54.0, 54.2]}, "BatchNorm: +1.00 on ENorm"),
         ({"Baseline": [55.0, 55.1], "BN": [54.0, 54.1]}, "no norm: +1.00 on BatchNorm"),
         ({"ENorm": [55.0], "M": [54.0]}, "undecided: highest ENorm, +1.00 on MSR (single runs)"),
     ],
-)  # fmt: skip
+)
 def test_which_method_is_best(accuracies: dict[str, list[float | None]], verdict: str) -> None:
     line = line_of(**accuracies)  # type: ignore[arg-type]
     assert line.verdict == verdict
@@ -635,9 +669,7 @@ def test_diverged_runs_are_shown() -> None:
     crosses = [line for line in made.axes[0].lines if line.get_marker() == "x"]
     assert len(crosses) == 6  # five cells of plain biases, and one run of BN
     assert "1/3" in drawn(result)
-    everything_lost = evaluate(
-        curves_artifact(), {run.key: record_of(run, None) for run in curves_artifact().runs()}
-    )  # fmt: skip
+    everything_lost = evaluate(curves_artifact(), {run.key: record_of(run, None) for run in curves_artifact().runs()})
     made = figures.draw(everything_lost)
     assert made is not None
     assert sum(line.get_marker() == "x" for axes in made.axes for line in axes.lines) == 30
@@ -669,8 +701,10 @@ def test_the_end_of_curves_that_come_to_lie_on_each_other_is_drawn_larger(
 def test_a_few_values_far_below_do_not_flatten_the_others() -> None:
     cells = tuple(Cell(row, str(d), seeds(run_of(row, d), 1)) for row in ("Baseline", "BN") for d in range(5))
     artifact = Artifact("fake/x", "x", "x", "x", cells, kind="lines")
-    records = {c.runs[0].key: record_of(c.runs[0], 10.0 if c.column == "4" and c.row == "BN" else 54.0 + int(c.column))
-               for c in cells}  # fmt: skip
+    records = {
+        c.runs[0].key: record_of(c.runs[0], 10.0 if c.column == "4" and c.row == "BN" else 54.0 + int(c.column))
+        for c in cells
+    }
     result = evaluate(artifact, records)
     made = figures.draw(result)
     assert made is not None
@@ -681,8 +715,10 @@ def test_a_few_values_far_below_do_not_flatten_the_others() -> None:
 def test_values_far_below_in_one_column_stand_above_each_other() -> None:
     cells = tuple(Cell(row, str(d), seeds(run_of(row, d), 1)) for row in ("Baseline", "BN", "GN") for d in range(5))
     artifact = Artifact("fake/x", "x", "x", "x", cells, kind="lines")
-    records = {c.runs[0].key: record_of(c.runs[0], 10.0 if c.column == "4" and c.row != "GN" else 54.0 + int(c.column))
-               for c in cells}  # fmt: skip
+    records = {
+        c.runs[0].key: record_of(c.runs[0], 10.0 if c.column == "4" and c.row != "GN" else 54.0 + int(c.column))
+        for c in cells
+    }
     made = figures.draw(evaluate(artifact, records))
     assert made is not None
     heights = [text.xyann[1] for text in made.axes[0].texts if text.get_text() == "↓ 10"]
@@ -700,8 +736,21 @@ def test_a_row_far_below_does_not_flatten_the_others() -> None:
     assert "← 10" in drawn(result)
 
 
-METHODS = ["Baseline", "BN", "BatchNorm", "ENorm", "ENorm-1.2", "lr = 0.1", "lr = 0.4", "x", "ENorm + BN", "GN",
-           "ENorm + bias, safe", "ENorm + bias, plain", "CZMIG"]  # fmt: skip
+METHODS = [
+    "Baseline",
+    "BN",
+    "BatchNorm",
+    "ENorm",
+    "ENorm-1.2",
+    "lr = 0.1",
+    "lr = 0.4",
+    "x",
+    "ENorm + BN",
+    "GN",
+    "ENorm + bias, safe",
+    "ENorm + bias, plain",
+    "CZMIG",
+]
 
 
 @given(st.lists(st.sampled_from(METHODS), unique=True))

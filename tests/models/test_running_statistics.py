@@ -34,15 +34,19 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5, momentum=None)
     ),
     "EquiNorm": lambda: nn.Sequential(
-        EquiNormConv2d(3, 4, 3, padding=1), nn.ReLU(), EquiNormConv2d(4, 6, 3, stride=2, padding=1, momentum=None),
-        nn.ReLU(), nn.Flatten(), EquiNormLinear(54, 5),
+        EquiNormConv2d(3, 4, 3, padding=1),
+        nn.ReLU(),
+        EquiNormConv2d(4, 6, 3, stride=2, padding=1, momentum=None),
+        nn.ReLU(),
+        nn.Flatten(),
+        EquiNormLinear(54, 5),
     ),
     "mean-only": lambda: nn.Sequential(
         nn.Conv2d(3, 4, 3), MeanOnlyBatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), MeanOnlyBatchNorm2d(5)
     ),
     "instance norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True)),
     "one batch renorm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), BatchRenorm2d(4)),
-}  # fmt: skip
+}
 
 
 def net(name: str, seed: int = 0) -> nn.Module:

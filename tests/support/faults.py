@@ -92,8 +92,11 @@ def random_net(seed: int) -> nn.Module:
 
 
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
-    return {f"{kind} {name}": t for kind, named in (("p", model.named_parameters()), ("b", model.named_buffers()))
-            for name, t in named}  # fmt: skip
+    return {
+        f"{kind} {name}": t
+        for kind, named in (("p", model.named_parameters()), ("b", model.named_buffers()))
+        for name, t in named
+    }
 
 
 def _rescaled(model: nn.Module, x: Tensor, symmetry: equinorm.Symmetry, seed: int) -> Work:

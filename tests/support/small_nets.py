@@ -40,22 +40,29 @@ def residual() -> nn.Module:
     """A stream with a branch: one scale for each of its channels, two readers."""
     return Net(
         lambda m, x: m.head((h := m.stem(x)) + m.out(F.relu(m.into(h)))),
-        stem=nn.Linear(3, 3), into=nn.Linear(3, 4), out=nn.Linear(4, 3), head=nn.Linear(3, 2),
-    )  # fmt: skip
+        stem=nn.Linear(3, 3),
+        into=nn.Linear(3, 4),
+        out=nn.Linear(4, 3),
+        head=nn.Linear(3, 2),
+    )
 
 
 def joined() -> nn.Module:
     return Net(
         lambda m, x: m.head(torch.cat([F.relu(m.one(x)), F.leaky_relu(m.two(x), 0.1)], 1)),
-        one=nn.Linear(3, 3), two=nn.Linear(3, 2), head=nn.Linear(5, 2),
-    )  # fmt: skip
+        one=nn.Linear(3, 3),
+        two=nn.Linear(3, 2),
+        head=nn.Linear(5, 2),
+    )
 
 
 def gated() -> nn.Module:
     return Net(
         lambda m, x: m.down(torch.sigmoid(m.gate(x)) * m.up(x)),
-        gate=nn.Linear(3, 4), up=nn.Linear(3, 4), down=nn.Linear(4, 2),
-    )  # fmt: skip
+        gate=nn.Linear(3, 4),
+        up=nn.Linear(3, 4),
+        down=nn.Linear(4, 2),
+    )
 
 
 def convolutions() -> nn.Module:
@@ -66,8 +73,10 @@ def convolutions() -> nn.Module:
 def two_readers() -> nn.Module:
     return Net(
         lambda m, x: m.one(h := F.relu(m.stem(x))) * torch.tanh(m.two(h)),
-        stem=nn.Linear(3, 4), one=nn.Linear(4, 2), two=nn.Linear(4, 2),
-    )  # fmt: skip
+        stem=nn.Linear(3, 4),
+        one=nn.Linear(4, 2),
+        two=nn.Linear(4, 2),
+    )
 
 
 SMALL_NETS: dict[str, Callable[[], nn.Module]] = {

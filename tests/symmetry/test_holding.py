@@ -34,8 +34,10 @@ def test_a_held_layer_ties_what_it_reads_to_what_it_writes() -> None:
     """Every input of a dense layer meets every output: one scale goes through all three."""
     net = Net(
         lambda m, x: m.c(m.b(m.a(x).relu()).relu()),
-        a=nn.Linear(5, 4), b=nn.Linear(4, 3, bias=False), c=nn.Linear(3, 2),
-    ).double()  # fmt: skip
+        a=nn.Linear(5, 4),
+        b=nn.Linear(4, 3, bias=False),
+        c=nn.Linear(3, 2),
+    ).double()
     x = torch.randn(2, 5).double()
     symmetry = equinorm.trace(net, x)
     assert symmetry.num_scales == 7
@@ -53,8 +55,10 @@ def test_exponents_are_kept() -> None:
     """Behind ReLU² the held layer ties s² to its outputs."""
     net = Net(
         lambda m, x: m.c(m.b(m.a(x).relu().square()).relu()),
-        a=nn.Linear(5, 4), b=nn.Linear(4, 3, bias=False), c=nn.Linear(3, 2),
-    ).double()  # fmt: skip
+        a=nn.Linear(5, 4),
+        b=nn.Linear(4, 3, bias=False),
+        c=nn.Linear(3, 2),
+    ).double()
     x = torch.randn(2, 5).double()
     held = equinorm.trace(net, x).holding(["b.weight"])
     assert held.num_scales == 1

@@ -92,7 +92,9 @@ CASES: dict[str, Case] = {
     "batch_norm": (lambda: image(nn.BatchNorm2d(6, eps=0.1)), IMAGES, 6 + 1),
     "batch_norm_of_vectors": (lambda: line(nn.BatchNorm1d(6, eps=0.1)), X, 6 + 1),
     "batch_norm_without_statistics": (
-        lambda: image(nn.BatchNorm2d(6, eps=0.1, track_running_stats=False)), IMAGES, 6 + 1,
+        lambda: image(nn.BatchNorm2d(6, eps=0.1, track_running_stats=False)),
+        IMAGES,
+        6 + 1,
     ),
     "written_out": (lambda: line(RMSNorm(6)), X, 6 + 1),
     "written_out_with_a_deviation": (lambda: line(Deviation()), X, 1),
@@ -105,7 +107,7 @@ CASES: dict[str, Case] = {
     "embedding": (lambda: Words(tied=False), X, 1 + 5),
     "tied_embedding": (lambda: Words(tied=True), X, 1),
     "no_epsilon": (lambda: line(nn.LayerNorm(6, eps=0.0)), X, 6 + 1),
-}  # fmt: skip
+}
 
 
 def made(build: Callable[[], nn.Module], training: bool) -> nn.Module:

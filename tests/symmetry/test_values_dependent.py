@@ -39,10 +39,15 @@ def refused(run: Program) -> Program:
 def layers(run: Program) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = Net(
-        run, a=nn.Linear(6, 8), g=nn.Linear(6, 8), c=nn.Linear(8, 3), one=nn.Parameter(torch.randn(1)),
-        row=nn.Parameter(torch.randn(1, 8)), thin=nn.Parameter(torch.randn(3, 1)),
+        run,
+        a=nn.Linear(6, 8),
+        g=nn.Linear(6, 8),
+        c=nn.Linear(8, 3),
+        one=nn.Parameter(torch.randn(1)),
+        row=nn.Parameter(torch.randn(1, 8)),
+        thin=nn.Parameter(torch.randn(3, 1)),
         sparse=torch.eye(4, dtype=torch.float64).to_sparse(),
-    )  # fmt: skip
+    )
     model.plain = torch.ones(8, dtype=torch.float64)  # type: ignore[assignment]
     model.held = {"k": torch.ones(8, dtype=torch.float64)}  # type: ignore[assignment]
     return model.double(), torch.randn(4, 6, dtype=torch.float64)

@@ -38,8 +38,10 @@ def wrong_rule() -> Iterator[None]:
 def three_layers() -> nn.Module:
     net = Net(
         lambda m, x: m.c(shifted(m.b(m.a(x).relu()).relu())),
-        a=nn.Linear(3, 5), b=nn.Linear(5, 4), c=nn.Linear(4, 2),
-    )  # fmt: skip
+        a=nn.Linear(3, 5),
+        b=nn.Linear(5, 4),
+        c=nn.Linear(4, 2),
+    )
     return net.double()
 
 

@@ -11,11 +11,30 @@ from support.nets import assert_function_kept, randomize_constants, to_double
 
 # These take long, and others of their kind are in every run.
 LONG = {
-    "alexnet", "deeplabv3_resnet50", "densenet121", "efficientnet_v2_s", "fcn_resnet50", "hrnet_w18_small",
-    "inception_v3", "lraspp_mobilenet_v3_large", "mc3_18", "mistral", "mnasnet0_5", "mobilenet_v3_large",
-    "mobileone_s0", "nf_resnet26", "r3d_18", "regnet_x_400mf", "res2net50_14w_8s", "resnet34", "resnetv2_50",
-    "resnext50_32x4d", "shufflenet_v2_x0_5", "swin_v2_t", "vgg11",
-}  # fmt: skip
+    "alexnet",
+    "deeplabv3_resnet50",
+    "densenet121",
+    "efficientnet_v2_s",
+    "fcn_resnet50",
+    "hrnet_w18_small",
+    "inception_v3",
+    "lraspp_mobilenet_v3_large",
+    "mc3_18",
+    "mistral",
+    "mnasnet0_5",
+    "mobilenet_v3_large",
+    "mobileone_s0",
+    "nf_resnet26",
+    "r3d_18",
+    "regnet_x_400mf",
+    "res2net50_14w_8s",
+    "resnet34",
+    "resnetv2_50",
+    "resnext50_32x4d",
+    "shufflenet_v2_x0_5",
+    "swin_v2_t",
+    "vgg11",
+}
 ENTRIES = [
     pytest.param(entry, id=f"{family.lower()}-{name}", marks=[pytest.mark.slow] if name in LONG else [])
     for family in ("TORCHVISION", "TIMM", "TRANSFORMERS")

@@ -250,9 +250,7 @@ def place(name: str) -> str:
     ],
 )
 @pytest.mark.parametrize("force", [[], ["--force"]])
-def test_places_that_are_none(
-    capsys: pytest.CaptureFixture[str], name: str, message: str, force: list[str]
-) -> None:  # fmt: skip
+def test_places_that_are_none(capsys: pytest.CaptureFixture[str], name: str, message: str, force: list[str]) -> None:
     torch.save(state(), "in.pt")
     output = place(name)
     error = balance(capsys, "in.pt", "--output", output, *force, code=1)

@@ -39,8 +39,14 @@ from equinorm.tools.pretrained import Bound, Check, Plan, Pretrained, balanced, 
 transformers = pytest.importorskip("transformers")
 
 WORDS = 50
-SMALL = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SMALL = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def llama(**options: Any) -> Any:
@@ -403,8 +409,9 @@ def ended_at(moment: int, how: str) -> None:
         nonlocal seen
         if event.partition(".")[0] not in ("open", "os", "shutil", "tempfile"):
             return
-        if not any(isinstance(x, str | bytes | Path) and here in os.fsdecode(x) and "new" in os.fsdecode(x)
-                   for x in arguments):  # fmt: skip
+        if not any(
+            isinstance(x, str | bytes | Path) and here in os.fsdecode(x) and "new" in os.fsdecode(x) for x in arguments
+        ):
             return
         seen += 1
         if seen == moment:

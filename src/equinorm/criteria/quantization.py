@@ -196,9 +196,7 @@ def sensitivities(model: nn.Module, batches: Iterable[Any], probes: int = 4) -> 
             raise ValueError("no output of the model depends on its weights in a differentiable way")
         for left in reversed(range(probes)):
             signs = [torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1 for x in outputs]
-            grads = torch.autograd.grad(
-                outputs, list(names.values()), signs, retain_graph=left > 0, allow_unused=True
-            )  # fmt: skip
+            grads = torch.autograd.grad(outputs, list(names.values()), signs, retain_graph=left > 0, allow_unused=True)
             for name, g in zip(names, grads, strict=True):
                 if g is not None:
                     g = g.detach().cpu().to(found[name].square.dtype).nan_to_num(0.0, 0.0, 0.0)

@@ -83,9 +83,11 @@ def top_eigenvalue(
             lambda v: {n: h - shift * v[n] for n, h in product(v).items()}, start, iterations, tolerance
         )
         return Eigenvalue(
-            lifted.value + shift, lifted.residual * (lifted.value / (lifted.value + shift).abs().clamp_min(1e-30)),
-            found.iterations + lifted.iterations, lifted.converged,
-        )  # fmt: skip
+            lifted.value + shift,
+            lifted.residual * (lifted.value / (lifted.value + shift).abs().clamp_min(1e-30)),
+            found.iterations + lifted.iterations,
+            lifted.converged,
+        )
 
 
 def _power_iteration(

@@ -135,9 +135,7 @@ def gradient_scan(model: nn.Module, loss_fn: Loss, batch: Batch, steps: Sequence
         changes.append(norm({name: turned[name] - gradient[name] for name in gradient}))
         cosines.append(dot(turned, gradient) / (norm(turned) * length).clamp_min(torch.finfo(length.dtype).tiny))
     stacked = torch.stack(losses)
-    return GradientScan(
-        _column(steps, stacked), loss, stacked, length, torch.stack(changes), torch.stack(cosines)
-    )  # fmt: skip
+    return GradientScan(_column(steps, stacked), loss, stacked, length, torch.stack(changes), torch.stack(cosines))
 
 
 def _check(steps: Sequence[float]) -> None:

@@ -45,9 +45,7 @@ def plot_gradient_scans(
     read = {name: [(step, _scan(scan)) for step, scan in scans] for name, scans in runs.items()}
     columns = len(read)
     width = max(2.35 * columns + 0.6, 5.6)
-    made, grid = figure(
-        3, columns, title=title, caption=caption, width=width, height=6.6, sharex=True, sharey="row"
-    )  # fmt: skip
+    made, grid = figure(3, columns, title=title, caption=caption, width=width, height=6.6, sharex=True, sharey="row")
     rows = grid if columns > 1 else [[axes] for axes in grid]
     first = next(iter(read))
     for column, name in enumerate(read):
@@ -71,8 +69,9 @@ def plot_gradient_scans(
     return made
 
 
-def _draw_scans(panels: Sequence[Any], scans: Sequence[tuple[float, dict[str, Any]]], colour: str, behind: bool,
-                name: str) -> None:  # fmt: skip
+def _draw_scans(
+    panels: Sequence[Any], scans: Sequence[tuple[float, dict[str, Any]]], colour: str, behind: bool, name: str
+) -> None:
     steps = [step for step, _ in scans]
     label = f"grey: {name}" if behind else None
     for axes, key in zip(panels[:2], ("losses", "changes"), strict=True):
@@ -127,17 +126,21 @@ def plot_column_energy(
     columns: Mapping[str, ColumnEnergy], *, title: str = "Norm of every column", caption: str = ""
 ) -> Figure:
     """Each dot is the norm of one column of a layer's weight (stock2019, figure 6); one panel per measurement."""
-    made, panels = figure(
-        1, len(columns), title=title, caption=caption, width=5.0 * len(columns) + 0.6, sharey=True
-    )  # fmt: skip
+    made, panels = figure(1, len(columns), title=title, caption=caption, width=5.0 * len(columns) + 0.6, sharey=True)
     for number, (axes, (name, energy)) in enumerate(zip(panels, columns.items(), strict=True)):
         for layer, norms in enumerate(energy.columns.values(), start=1):
             draw = torch.Generator().manual_seed(layer)
             spread = (torch.rand(len(norms), generator=draw) - 0.5) * 0.6  # so that dots do not hide each other
             axes.plot(
-                (layer + spread).tolist(), norms.tolist(), ".", color=line(number + 1)["color"], markersize=2.0,
-                alpha=0.5, markeredgewidth=0, rasterized=len(norms) > 200,
-            )  # fmt: skip
+                (layer + spread).tolist(),
+                norms.tolist(),
+                ".",
+                color=line(number + 1)["color"],
+                markersize=2.0,
+                alpha=0.5,
+                markeredgewidth=0,
+                rasterized=len(norms) > 200,
+            )
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_xlabel(LAYERS)
         _whole_numbers(axes)
@@ -270,9 +273,7 @@ def plot_filter_magnitudes(
     y_label: str = "length of a filter ‖w‖",
 ) -> Figure:
     """How the lengths of all filters spread over time, a panel per run, and their distribution at the end."""
-    made, panels = figure(
-        1, len(runs) + 1, title=title, caption=caption, width=3.9 * (len(runs) + 1), height=3.4
-    )  # fmt: skip
+    made, panels = figure(1, len(runs) + 1, title=title, caption=caption, width=3.9 * (len(runs) + 1), height=3.4)
     *over_time, last = panels
     for number, (axes, (name, moments)) in enumerate(zip(over_time, runs.items(), strict=True)):
         colour = line(number + 1)["color"]

@@ -84,9 +84,10 @@ def record_gradients(context: Context) -> Values:
     """From the gradients that the step was made with: ‖∇W‖ of each layer, and lr · ‖∇W‖ / ‖W‖."""
     groups = {id(p): group["lr"] for group in context.optimizer.param_groups for p in group["params"]}
     weights = [
-        (name, p, p.grad) for name, p in unwrap(context.model).named_parameters()
+        (name, p, p.grad)
+        for name, p in unwrap(context.model).named_parameters()
         if p.grad is not None and p.ndim > 1 and id(p) in groups
-    ]  # fmt: skip
+    ]
     if not weights:
         return {}
     lengths = [torch.linalg.vector_norm(g, dtype=wider(g.dtype)) for _, _, g in weights]
@@ -104,9 +105,14 @@ def record_landscape(context: Context) -> Values:
     """Loss, predictiveness and smoothness along the gradient at ½, 1, 2 and 4 times the learning rate."""
     scan = gradient_scan(*context.probe(), steps=[context.lr * factor for factor in STEPS])
     return {
-        "steps": scan.steps, "loss": scan.loss, "losses": scan.losses, "gradient_norm": scan.gradient_norm,
-        "changes": scan.changes, "cosines": scan.cosines, "beta": scan.smoothness.beta,
-    }  # fmt: skip
+        "steps": scan.steps,
+        "loss": scan.loss,
+        "losses": scan.losses,
+        "gradient_norm": scan.gradient_norm,
+        "changes": scan.changes,
+        "cosines": scan.cosines,
+        "beta": scan.smoothness.beta,
+    }
 
 
 def record_curvature(context: Context) -> Values:

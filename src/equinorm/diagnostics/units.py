@@ -22,9 +22,13 @@ aten = torch.ops.aten
 # What an activation's output tends to where its derivative vanishes. None: nothing of the kind.
 _RECTIFIERS = {aten.relu: 0.0, aten.relu_: 0.0, aten.threshold: 0.0, aten.gelu: 0.0, aten.silu: 0.0, aten.silu_: 0.0}
 _BOUNDED = {
-    aten.sigmoid: (0.0, 1.0), aten.sigmoid_: (0.0, 1.0), aten.tanh: (-1.0, 1.0), aten.tanh_: (-1.0, 1.0),
-    aten.hardsigmoid: (0.0, 1.0), aten.hardsigmoid_: (0.0, 1.0),
-}  # fmt: skip
+    aten.sigmoid: (0.0, 1.0),
+    aten.sigmoid_: (0.0, 1.0),
+    aten.tanh: (-1.0, 1.0),
+    aten.tanh_: (-1.0, 1.0),
+    aten.hardsigmoid: (0.0, 1.0),
+    aten.hardsigmoid_: (0.0, 1.0),
+}
 _CLIPPED = (aten.hardtanh, aten.hardtanh_, aten.clamp, aten.clamp_)
 
 

@@ -20,14 +20,41 @@ if TYPE_CHECKING:
 
 __all__ = ["Groups"]
 
-_ROW_BY_ROW = frozenset({
-    "relu", "leaky_relu", "silu", "gelu", "sigmoid", "tanh", "softplus", "elu", "mul", "add", "sub", "div", "neg",
-    "abs", "square", "sqrt", "pow", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "clone", "contiguous",
-    "detach", "alias", "to", "_to_copy", "dropout", "_assert_tensor_metadata"
-})  # fmt: skip
-_BY_AXIS = frozenset({
-    "chunk", "split", "split_with_sizes", "slice", "narrow", "glu", "unsafe_chunk", "unsafe_split"
-})  # fmt: skip
+_ROW_BY_ROW = frozenset(
+    {
+        "relu",
+        "leaky_relu",
+        "silu",
+        "gelu",
+        "sigmoid",
+        "tanh",
+        "softplus",
+        "elu",
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "neg",
+        "abs",
+        "square",
+        "sqrt",
+        "pow",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "maximum",
+        "minimum",
+        "clone",
+        "contiguous",
+        "detach",
+        "alias",
+        "to",
+        "_to_copy",
+        "dropout",
+        "_assert_tensor_metadata",
+    }
+)
+_BY_AXIS = frozenset({"chunk", "split", "split_with_sizes", "slice", "narrow", "glu", "unsafe_chunk", "unsafe_split"})
 GROUPED_PRODUCTS = frozenset({"_grouped_mm", "grouped_mm_fallback"})
 
 

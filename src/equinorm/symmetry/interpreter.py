@@ -27,18 +27,61 @@ MOST_LABELS = 1 << 22
 MOST_CONSTANT = 1 << 24
 
 # What may be done with a symbol (see `shapes`) that is an argument: give a result its size, add it, multiply by it.
-_TAKES_SIZES = frozenset((
-    "view", "reshape", "expand", "unflatten", "_unsafe_view", "view_copy", "expand_copy", "broadcast_to",
-    "new_zeros", "new_ones", "new_empty", "zeros", "ones", "empty",
-))  # fmt: skip
+_TAKES_SIZES = frozenset(
+    (
+        "view",
+        "reshape",
+        "expand",
+        "unflatten",
+        "_unsafe_view",
+        "view_copy",
+        "expand_copy",
+        "broadcast_to",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "zeros",
+        "ones",
+        "empty",
+    )
+)
 _TAKES_NUMBERS = frozenset(["add", "sub", "mul", "div"])
 # Looks at the shape of what it is given, or hands out parts of it, as it is: nothing to be read from it, none lost.
-_MAY_BE_EMPTY = frozenset((
-    "cat", "stack", "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unsafe_chunk",
-    "unsafe_split", "view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand",
-    "detach", "alias", "clone", "contiguous", "zeros_like", "ones_like", "full_like", "new_zeros",
-    "new_ones", "new_full", "new_empty", "empty_like", "_assert_tensor_metadata",
-))  # fmt: skip
+_MAY_BE_EMPTY = frozenset(
+    (
+        "cat",
+        "stack",
+        "slice",
+        "narrow",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unsafe_chunk",
+        "unsafe_split",
+        "view",
+        "reshape",
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "detach",
+        "alias",
+        "clone",
+        "contiguous",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "empty_like",
+        "_assert_tensor_metadata",
+    )
+)
 
 
 class Arguments:
@@ -252,8 +295,12 @@ class Interpreter:
         tensors = pytree.tree_leaves(node.meta.get("val"))
         if len(made) != len(tensors):
             return result
-        given = [t.dtype for source in node.all_input_nodes for t in pytree.tree_leaves(source.meta.get("val"))
-                 if isinstance(t, Tensor)]  # fmt: skip
+        given = [
+            t.dtype
+            for source in node.all_input_nodes
+            for t in pytree.tree_leaves(source.meta.get("val"))
+            if isinstance(t, Tensor)
+        ]
         symbolic = symbolic_axes(node) or [[] for t in tensors if isinstance(t, Tensor)]
         axes = iter(symbolic)
         loses = self.rounds if self.op_name in ("to", "_to_copy", "type_as") else _holds_less

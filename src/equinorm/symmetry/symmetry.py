@@ -438,8 +438,10 @@ def _verified(
             log_scales = log_scales.abs()  # a variance that grows stays positive
         integral = all(
             bool((term.exponent == term.exponent.round()).all())
-            for w in symmetry.moving for term in (w.out, w.into) if term is not None
-        ) and not any(w.shift for w in symmetry.moving)  # fmt: skip
+            for w in symmetry.moving
+            for term in (w.out, w.into)
+            if term is not None
+        ) and not any(w.shift for w in symmetry.moving)
         limit = tolerance(before, exact=integral)
 
         def change(groups: list[int], s: Symmetry = symmetry, log_scales: Tensor = log_scales) -> float:

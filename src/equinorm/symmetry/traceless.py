@@ -169,8 +169,9 @@ class Held:
             values = [v for v in space.values() if type(v) in _CONTAINERS or isinstance(v, Tensor)]
             if isinstance(space, dict):
                 self._globals.append((space, {n: v for n, v in space.items() if isinstance(v, Tensor)}))
-            self._caches += [(v, v.cache_info().misses) for v in space.values()
-                             if isinstance(v, functools._lru_cache_wrapper)]  # fmt: skip
+            self._caches += [
+                (v, v.cache_info().misses) for v in space.values() if isinstance(v, functools._lru_cache_wrapper)
+            ]
             own, self._containers = self._containers, {}
             self._look(values, skipped, inside=False)
             # of what others may write to as well only that is put back where tensors came in

@@ -246,11 +246,12 @@ def _about_units(f: Findings) -> list[Advice]:
         share = 100 * float(f.dead.saturated.amax())
         found.append(
             Advice(
-                False, f"{share:.0f} % of the units of {worst} sit at their bound.",
+                False,
+                f"{share:.0f} % of the units of {worst} sit at their bound.",
                 "No gradient passes there. Make the weights before it smaller, or put a norm there: "
                 "equinorm.convert(model, 'groupnorm', x).",
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -259,11 +260,12 @@ def _about_balance(f: Findings) -> list[Advice]:
         why = "; ".join(f.symmetry.explain().summary.splitlines()[1:2])
         return [
             Advice(
-                False, f"No scale of this network is free ({why or 'see the plan below'}).",
+                False,
+                f"No scale of this network is free ({why or 'see the plan below'}).",
                 "ENorm has nothing to do here. To train without batch statistics change the layers: "
                 "equinorm.convert(model, 'unit_filters', x).",
             )
-        ]  # fmt: skip
+        ]
     found = []
     overall, report = float(f.imbalance.overall), f.report
     saved = 100 * (1 - (report.norm_after / report.norm_before) ** 2)
@@ -281,10 +283,11 @@ def _about_balance(f: Findings) -> list[Advice]:
     if report.held:
         found.append(
             Advice(
-                False, f"{report.held:,} scales could not be balanced (in {', '.join(report.held_in[:3])}).",
+                False,
+                f"{report.held:,} scales could not be balanced (in {', '.join(report.held_in[:3])}).",
                 "They belong to units without incoming or outgoing weight: dead by their weights, safe to prune.",
             )
-        )  # fmt: skip
+        )
     if f.frozen.share > 0.5:
         found.append(
             Advice(

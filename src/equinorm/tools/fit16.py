@@ -35,9 +35,18 @@ from . import checkpoints, pretrained, sources, verify
 from .checkpoints import first_line
 
 __all__ = [
-    "Fitted", "config_entries", "epsilons_beside", "exact_outputs", "fit", "opened", "plan_of", "read_inputs",
-    "state_in", "write_file", "write_folder",
-]  # fmt: skip
+    "Fitted",
+    "config_entries",
+    "epsilons_beside",
+    "exact_outputs",
+    "fit",
+    "opened",
+    "plan_of",
+    "read_inputs",
+    "state_in",
+    "write_file",
+    "write_folder",
+]
 
 CHANGED = 1e-12
 """What outputs may move by in float64, where all factors are powers of two."""
@@ -124,9 +133,14 @@ class Fitted:
 
 
 def fit(
-    model: nn.Module, inputs: Sequence[Any], folder: str | None = None, arguments: Sequence[str] = (),
-    dtype: torch.dtype = torch.float16, headroom: float = 4.0, keep: Iterable[str] = (),
-) -> Fitted:  # fmt: skip
+    model: nn.Module,
+    inputs: Sequence[Any],
+    folder: str | None = None,
+    arguments: Sequence[str] = (),
+    dtype: torch.dtype = torch.float16,
+    headroom: float = 4.0,
+    keep: Iterable[str] = (),
+) -> Fitted:
     """The scales that bring a model into a dtype's range; nothing is written.
 
     For a folder of transformers, the ε of norms that share an entry of its config change together, and those without an
@@ -152,14 +166,20 @@ def fit(
     before = {c.name: c.value(model) for c in symmetry.carried}
     after = symmetry.others(log_scales)
     numbers = {
-        name: (value, float(after[name])) for name, value in before.items()
+        name: (value, float(after[name]))
+        for name, value in before.items()
         if isinstance(value, float) and value != after[name]
-    }  # fmt: skip
+    }
     config = {key: numbers[names[0]][1] for key, names in entries.items() if names[0] in numbers}
     return Fitted(
-        symmetry, log_scales, dtype, (problem.value(zero), problem.value(log_scales)), problem.notes(log_scales),
-        config, numbers,
-    )  # fmt: skip
+        symmetry,
+        log_scales,
+        dtype,
+        (problem.value(zero), problem.value(log_scales)),
+        problem.notes(log_scales),
+        config,
+        numbers,
+    )
 
 
 def _stored(carried: Any, model: nn.Module) -> bool:

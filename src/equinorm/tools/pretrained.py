@@ -45,17 +45,37 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 OTHER_WEIGHTS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".gguf", ".npz",
-)  # fmt: skip
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".onnx",
+    ".onnx_data",
+    ".gguf",
+    ".npz",
+)
 """Files that hold weights from before balancing: they are not copied."""
 OPEN_AT_ONCE = 2
 CHUNK = 1 << 24  # elements that are rescaled at once, in float32
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True)
@@ -319,9 +339,7 @@ def _with_or_without(prefix: str, key: str, own: set[str]) -> str | None:
     return None
 
 
-def _converted(
-    folder: Pretrained, model: Any, first: str, members: list[tuple[str, str]], converter: Any
-) -> Group:  # fmt: skip
+def _converted(folder: Pretrained, model: Any, first: str, members: list[tuple[str, str]], converter: Any) -> Group:
     """A group that one of transformers' converters makes: experts that are stacked, projections that are split."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -463,10 +481,18 @@ def balanced(
     return Plan(
         factors={bound.canonical(name): factor for name, factor in factors_when_due(symmetry, log_scales).items()},
         counts={bound.canonical(w.name) for w in symmetry.parameters if counts(w)},
-        p=p, imbalance=imbalance, iterations=iterations, converged=converged, num_scales=symmetry.num_scales, held=held,
-        held_in=tuple(held_in), passes=passes / max(size, 1), value_before=before, value_after=after,
+        p=p,
+        imbalance=imbalance,
+        iterations=iterations,
+        converged=converged,
+        num_scales=symmetry.num_scales,
+        held=held,
+        held_in=tuple(held_in),
+        passes=passes / max(size, 1),
+        value_before=before,
+        value_after=after,
         config=entries_of(symmetry, log_scales, bound.config),
-    )  # fmt: skip
+    )
 
 
 def factors_when_due(symmetry: Symmetry, log_scales: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -718,9 +744,12 @@ class Check:
 
 
 def check_slices(
-    old: Bound, new: Bound, make: Callable[[tuple[int, ...]], nn.Module], choices: list[list[tuple[int, ...]]],
+    old: Bound,
+    new: Bound,
+    make: Callable[[tuple[int, ...]], nn.Module],
+    choices: list[list[tuple[int, ...]]],
     examples: Callable[[nn.Module], list[Any]],
-) -> Check:  # fmt: skip
+) -> Check:
     """Compare old and new on small models: of the first choice of layers that fits, one model per tuple of layers."""
     why_not = "the model has no layers to choose from and is large"
     for choice in choices:

@@ -30,8 +30,13 @@ from ...errors import UserError
 from ...files import to_disk, write_text
 
 NAMES = ("llama-8GB",)
-SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 20, "num_attention_heads": 32,
-         "vocab_size": 32000}  # fmt: skip
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300}
 
 
@@ -85,13 +90,25 @@ def measure(quick: bool = False) -> Cost:
         spent, said = _balance(folder / "llama", folder / "balanced")
         after, load_after = _copy(files, folder / "copy"), os.getloadavg()[0]
     return Cost(
-        name="tiny" if quick else NAMES[0], numbers=numbers, bytes=size, files=len(files),
-        largest_shard=said["largest_shard"], solver_bytes=said["solver_bytes"], program_bytes=said["program_bytes"],
-        peak_bytes=spent.bytes, copies=(before, after), seconds=spent.seconds,
-        processor_seconds=spent.processor_seconds, passes=said["passes"], scales=said["num_scales"],
-        imbalance=said["imbalance"], change=said["verified"]["change"], norm_before=said["norm_before"],
-        norm_after=said["norm_after"], load=(load_before, load_after),
-    )  # fmt: skip
+        name="tiny" if quick else NAMES[0],
+        numbers=numbers,
+        bytes=size,
+        files=len(files),
+        largest_shard=said["largest_shard"],
+        solver_bytes=said["solver_bytes"],
+        program_bytes=said["program_bytes"],
+        peak_bytes=spent.bytes,
+        copies=(before, after),
+        seconds=spent.seconds,
+        processor_seconds=spent.processor_seconds,
+        passes=said["passes"],
+        scales=said["num_scales"],
+        imbalance=said["imbalance"],
+        change=said["verified"]["change"],
+        norm_before=said["norm_before"],
+        norm_after=said["norm_after"],
+        load=(load_before, load_after),
+    )
 
 
 @torch.no_grad()

@@ -161,9 +161,16 @@ class Watched:
         self.every = every or self.training.steps_per_epoch
         parts = self.training.parts
         self.recorder = Recorder(
-            parts.model, parts.optimizer, instruments=[instrument], loss_fn=F.cross_entropy, batch=self.batch,
-            keep=10_000, max_share=None, context=lambda: precision("float32", self.training.device), attach=False,
-        )  # fmt: skip
+            parts.model,
+            parts.optimizer,
+            instruments=[instrument],
+            loss_fn=F.cross_entropy,
+            batch=self.batch,
+            keep=10_000,
+            max_share=None,
+            context=lambda: precision("float32", self.training.device),
+            attach=False,
+        )
         self.looked_at, self.began, self.about = -1, time.monotonic(), about(self.training.device)
 
     def batch(self) -> tuple[Tensor, Tensor]:

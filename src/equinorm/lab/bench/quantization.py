@@ -42,16 +42,31 @@ from ...errors import UserError
 __all__ = ["CLASSES", "FORMATS", "METHODS", "NETWORKS", "Row", "interval", "measure", "read_rows", "table_of"]
 
 CLASSES = {
-    "n01440764": 0, "n02102040": 217, "n02979186": 482, "n03000684": 491, "n03028079": 497,
-    "n03394916": 566, "n03417042": 569, "n03425413": 571, "n03445777": 574, "n03888257": 701,
-}  # fmt: skip
+    "n01440764": 0,
+    "n02102040": 217,
+    "n02979186": 482,
+    "n03000684": 491,
+    "n03028079": 497,
+    "n03394916": 566,
+    "n03417042": 569,
+    "n03425413": 571,
+    "n03445777": 574,
+    "n03888257": 701,
+}
 """Imagenette's classes in the usual order of ImageNet's 1,000."""
 NETWORKS = {"efficientnet-lite0": "Lite0", "efficientnet-lite1": "Lite1"}
 Format = tuple[int, str | int]
 FORMATS: tuple[Format, ...] = (
-    (8, "tensor"), (6, "tensor"), (4, "channel"), (8, "channel"), (6, "channel"), (4, 32), (6, 32), (8, 32),
+    (8, "tensor"),
+    (6, "tensor"),
+    (4, "channel"),
+    (8, "channel"),
+    (6, "channel"),
+    (4, 32),
+    (6, 32),
+    (8, 32),
     (4, "tensor"),
-)  # fmt: skip
+)
 METHODS = ("as it is", "least L2 norm", "Quantization, 64 images", "Quantization", "Range")
 CALIBRATION = 64
 SIZE = 224
@@ -258,13 +273,26 @@ class _Case:
             found = self.outputs(coarse(model, bits, per), self.x)
         correct = found.argmax(1) == self.labels
         change = (found - self.reference).double().square().sum() / self.reference.double().square().sum()
-        values = {} if report is None else {
-            "value_before": report.value_before, "value_after": report.value_after, "seconds": report.seconds,
-        }  # fmt: skip
+        values = (
+            {}
+            if report is None
+            else {
+                "value_before": report.value_before,
+                "value_after": report.value_after,
+                "seconds": report.seconds,
+            }
+        )
         return Row(
-            self.name, bits, per, method, 100 * float(correct.double().mean()), float(change),
-            "".join(map(str, correct.int().tolist())), scales=self.symmetry.num_scales, **values,
-        )  # fmt: skip
+            self.name,
+            bits,
+            per,
+            method,
+            100 * float(correct.double().mean()),
+            float(change),
+            "".join(map(str, correct.int().tolist())),
+            scales=self.symmetry.num_scales,
+            **values,
+        )
 
 
 def wanted(name: str) -> Iterator[tuple[str, int, str | int, str]]:
@@ -330,9 +358,16 @@ def table_of(rows: list[Row]) -> Table:
         whole = by_key.get((row.network, 32, "tensor", "as it is"))
         fell = "" if row.value_before is None else f"{row.value_before:.3g} -> {row.value_after:.3g}"
         shown.add_row(
-            row.network, _format(row), row.method if row.bits != 32 else "", f"{row.top1:.1f}", _above(row, plain),
-            _above(row, whole), f"{row.output_error:.4f}", fell, f"{row.seconds:.0f}" if row.seconds else "",
-        )  # fmt: skip
+            row.network,
+            _format(row),
+            row.method if row.bits != 32 else "",
+            f"{row.top1:.1f}",
+            _above(row, plain),
+            _above(row, whole),
+            f"{row.output_error:.4f}",
+            fell,
+            f"{row.seconds:.0f}" if row.seconds else "",
+        )
     return shown
 
 

@@ -81,8 +81,10 @@ def measure(
             steps[norm] = captured(step, device)
             if not norm:
                 cycle = captured(ENorm(model, optimizer, x[:1], gradients=False).step, device)
-        times = [[milliseconds(body, 5 if gpu else 1, device) for body in (steps[False], steps[True], cycle)]
-                 for _ in range(repeats)]  # fmt: skip
+        times = [
+            [milliseconds(body, 5 if gpu else 1, device) for body in (steps[False], steps[True], cycle)]
+            for _ in range(repeats)
+        ]
         found.append(Point(axis, value, *(Timing.of(column) for column in map(list, zip(*times, strict=True)))))
     return found
 
@@ -95,9 +97,7 @@ def table(found: list[Point]) -> Table:
     )
     for point in found:
         ratio = f"{point.cycle.median / point.added:.2f}" if point.added > 0 else ""
-        shown.add_row(
-            point.axis, str(point.value), str(point.plain), f"{point.added:.3f}", str(point.cycle), ratio
-        )  # fmt: skip
+        shown.add_row(point.axis, str(point.value), str(point.plain), f"{point.added:.3f}", str(point.cycle), ratio)
     return shown
 
 

@@ -102,8 +102,11 @@ class Network(NamedTuple):
 def networks(quick: bool) -> dict[str, Network]:
     """A Llama of 12 million parameters and a ResNet-18 of 11 million, or tiny ones."""
     words, length, examples = (50, 8, 2) if quick else (4096, 128, 4)
-    sizes: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "groups": 4, "hidden": 48} if quick else {
-        "layers": 8, "width": 320, "heads": 8, "groups": 4, "hidden": 896}  # fmt: skip
+    sizes: dict[str, Any] = (
+        {"layers": 2, "width": 32, "heads": 4, "groups": 4, "hidden": 48}
+        if quick
+        else {"layers": 8, "width": 320, "heads": 8, "groups": 4, "hidden": 896}
+    )
     width, classes, size = (4, 10, 16) if quick else (64, 100, 32)
 
     def llama() -> nn.Module:

@@ -349,10 +349,8 @@ def measure_alone(steppers: dict[str, Stepper], repeats: int, device: torch.devi
 def measure_captured(steppers: dict[str, Stepper], repeats: int, device: torch.device) -> dict[str, Timing]:
     """Whole training steps as CUDA graphs, taking turns. Each keeps memory of its own, so the greediest have none."""
     chosen = {
-        name: stepper.step
-        for name, stepper in steppers.items()
-        if stepper.accumulate == 1 and name not in GREEDY
-    }  # fmt: skip
+        name: stepper.step for name, stepper in steppers.items() if stepper.accumulate == 1 and name not in GREEDY
+    }
     if device.type != "cuda" or len(chosen) < 2:
         return {}
     return take_turns({name: captured(step, device) for name, step in chosen.items()}, repeats, 10, device)
@@ -468,8 +466,10 @@ def measure(
         say(f"{network.name}: no whole step was captured, {error}")
         whole = {}
     rows = list(_rows(network.name, mode, times, peaks, alone, whole))
-    rows += [StepCost(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
-             for name, why in failed.items()]  # fmt: skip
+    rows += [
+        StepCost(network.name, name, mode, Timing.of([float("nan")]), float("nan"), None, None, None, failed=why)
+        for name, why in failed.items()
+    ]
     return rows
 
 

@@ -162,8 +162,10 @@ def decode(path: Path, size: int, rng: np.random.Generator | None = None, margin
 def read_folder(files: Files, size: int) -> Split:
     """All images of a split in memory: the central square of each, resized."""
     if len(files) * 3 * size**2 > MEMORY:
-        raise UserError(f"{len(files):,} images at {size} x {size} need {len(files) * 3 * size**2 / 2**30:.0f} GiB: "
-                        "leave out the size to stream them, or choose a smaller one")  # fmt: skip
+        raise UserError(
+            f"{len(files):,} images at {size} x {size} need {len(files) * 3 * size**2 / 2**30:.0f} GiB: "
+            "leave out the size to stream them, or choose a smaller one"
+        )
     with ThreadPoolExecutor() as pool:  # pillow decodes without holding Python's lock
         images = pool.map(lambda i: decode(files.path(i), size, margin=1.0), range(len(files)))
         return Split(torch.stack(list(images)), files.labels)
@@ -231,5 +233,5 @@ def stream(
     private = torch.Generator().manual_seed(seed)  # else the loader would draw from the global one
     loader = DataLoader(
         images, batch_sampler=order[start:], num_workers=workers, pin_memory=pin_memory, generator=private
-    )  # fmt: skip
+    )
     return iter(loader)

@@ -134,7 +134,7 @@ def all_artifacts() -> Mapping[str, Artifact]:
     """Every artifact of every recipe, by name."""
     made: Iterable[Sequence[Artifact]] = (
         import_module(f"equinorm.lab.experiments.{paper}").artifacts() for paper in PAPERS
-    )  # fmt: skip
+    )
     return {artifact.name: artifact for group in made for artifact in group}
 
 

@@ -60,8 +60,16 @@ def _draw_accuracy(axes: Any, scores: Sequence[Score]) -> None:
             )
             axes.plot([*where[-1:], gone[0]], [*middle[-1:], floor][-2:], ":", color=method.colour, linewidth=1.4)
             for x in gone:
-                axes.annotate("diverged", (x, floor), (-9, 7), textcoords="offset points", ha="right", va="center",
-                              color=method.colour, fontsize=8.5)  # fmt: skip
+                axes.annotate(
+                    "diverged",
+                    (x, floor),
+                    (-9, 7),
+                    textcoords="offset points",
+                    ha="right",
+                    va="center",
+                    color=method.colour,
+                    fontsize=8.5,
+                )
     axes.set_ylim(floor, 100)
     axes.yaxis.set_major_locator(MultipleLocator(5))
     axes.set_xticks(depths)
@@ -97,8 +105,15 @@ def _draw_families(axes: Any, scores: Sequence[Score]) -> None:
         axes.plot(middle, row, color=method.colour, marker=method.marker, markersize=8)
         axes.annotate(f"{middle:.1f}", (high, row), (10, 0), textcoords="offset points", va="center", fontsize=8.5)
         if low < floor:  # a seed that failed does not set the scale
-            axes.annotate(f"lowest seed {low:.0f}", (floor, row), (6, 7), textcoords="offset points", va="center",
-                          color=method.colour, fontsize=8.5)  # fmt: skip
+            axes.annotate(
+                f"lowest seed {low:.0f}",
+                (floor, row),
+                (6, 7),
+                textcoords="offset points",
+                va="center",
+                color=method.colour,
+                fontsize=8.5,
+            )
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(floor, 100)

@@ -230,9 +230,16 @@ def preact_resnet(
     needs inputs that are not negative, so there the ReLU alone comes first, and the convolution behind it normalizes.
     """
     return residual_net(
-        make, in_shape, classes, **_four_stages(depth, blocks, width), skips=skips, stem=stem, noise=noise,
-        preact=True, last_activation=last_activation,
-    )  # fmt: skip
+        make,
+        in_shape,
+        classes,
+        **_four_stages(depth, blocks, width),
+        skips=skips,
+        stem=stem,
+        noise=noise,
+        preact=True,
+        last_activation=last_activation,
+    )
 
 
 @model("wrn_20_96", "the wide ResNet of defazio2018", SMALL, depth=20, width=96, skips="B")
@@ -272,10 +279,24 @@ def resnet_cifar(
         raise ValueError(f"depth is 6n + 2 (20, 32, 44, 56, 110, ...); got {depth}")
     last = preact if last_activation is None else last_activation
     return residual_net(
-        make, in_shape, classes, blocks=(n, n, n), widths=(width, 2 * width, 4 * width), first_width=width,
-        branch=basic, skips=skips, stem="cifar", noise=noise, noise_at=noise_at, noise_per=noise_per,
-        preact=preact, last_activation=last, zero_last=zero_last, skipinit=skipinit, fixup=fixup,
-    )  # fmt: skip
+        make,
+        in_shape,
+        classes,
+        blocks=(n, n, n),
+        widths=(width, 2 * width, 4 * width),
+        first_width=width,
+        branch=basic,
+        skips=skips,
+        stem="cifar",
+        noise=noise,
+        noise_at=noise_at,
+        noise_per=noise_per,
+        preact=preact,
+        last_activation=last,
+        zero_last=zero_last,
+        skipinit=skipinit,
+        fixup=fixup,
+    )
 
 
 @model("wrn", "wide ResNets, WRN-28-10 and so on", {"depth": 10, "widen": 2, "width": 2})
@@ -298,6 +319,16 @@ def wrn(
     if rest or n < 1:
         raise ValueError(f"depth is 6n + 4 (16, 22, 28, 40, ...); got {depth}")
     return residual_net(
-        make, in_shape, classes, blocks=(n, n, n), widths=[widen * width * 2**i for i in range(3)], first_width=width,
-        branch=basic, skips=skips, stem="cifar", noise=noise, preact=True, last_activation=True,
-    )  # fmt: skip
+        make,
+        in_shape,
+        classes,
+        blocks=(n, n, n),
+        widths=[widen * width * 2**i for i in range(3)],
+        first_width=width,
+        branch=basic,
+        skips=skips,
+        stem="cifar",
+        noise=noise,
+        preact=True,
+        last_activation=True,
+    )

@@ -97,9 +97,14 @@ def write(
 
 
 def _write_markdown(
-    out: Path, results: Sequence[Result], links: Links, costs: Sequence[headline.Cost], overview: Figure | None,
-    damaged: Mapping[Path, str], toy: bool,
-) -> None:  # fmt: skip
+    out: Path,
+    results: Sequence[Result],
+    links: Links,
+    costs: Sequence[headline.Cost],
+    overview: Figure | None,
+    damaged: Mapping[Path, str],
+    toy: bool,
+) -> None:
     """The first screen, which method helps, and a page for each paper; pages of an earlier time are removed."""
     place = {result.artifact.name: f"{result.paper}.md#{slug(result.artifact.name)}" for result in results}
     pages = {
@@ -120,18 +125,27 @@ def _write_markdown(
 
 
 def _write_page(
-    out: Path, results: Sequence[Result], links: Links, costs: Sequence[headline.Cost], overview: Figure | None,
-    damaged: Mapping[Path, str], toy: bool,
-) -> None:  # fmt: skip
+    out: Path,
+    results: Sequence[Result],
+    links: Links,
+    costs: Sequence[headline.Cost],
+    overview: Figure | None,
+    damaged: Mapping[Path, str],
+    toy: bool,
+) -> None:
     place = {result.artifact.name: f"#{slug(result.artifact.name)}" for result in results}
     by_paper = {
         paper: (*content.paper(mine, toy), *(content.artifact(result, links, heading=3) for result in mine))
         for paper, mine in _by_paper(results).items()
     }
     text = page.page(
-        content.first(results, overview, toy, ""), content.pictures(results, links),
-        content.methods(results, costs, place), by_paper, content.unused(damaged), results,
-    )  # fmt: skip
+        content.first(results, overview, toy, ""),
+        content.pictures(results, links),
+        content.methods(results, costs, place),
+        by_paper,
+        content.unused(damaged),
+        results,
+    )
     _update(out / "index.html", text.encode())
 
 
@@ -166,9 +180,7 @@ def _result(store: Store, artifact: Artifact, records: Mapping[str, Record], toy
     return evaluate(artifact.toy() if toy else artifact, records, computed, toy)
 
 
-def _refuse_the_other_kind(
-    store: Store, chosen: Iterable[Artifact], records: Mapping[str, Record], toy: bool
-) -> None:  # fmt: skip
+def _refuse_the_other_kind(store: Store, chosen: Iterable[Artifact], records: Mapping[str, Record], toy: bool) -> None:
     """An empty report would stand in the way of the one that was meant."""
     if any(_result(store, artifact, records, not toy).was_run for artifact in chosen):
         held, remedy = ("runs, but no toy runs", "leave out --toy") if toy else ("toy runs only", "say --toy")

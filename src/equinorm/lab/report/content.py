@@ -191,13 +191,15 @@ def _glance(glance: wording.Glance) -> Row:
     about = glance.result.artifact
     best = Words(glance.best, strong=glance.best != wording.NONE)
     outcome = f"{MARKS[glance.result.verdict]} {wording.counts(glance.result)}".strip()
-    return Row((
-        (Words(about.name, to=f"#{slug(about.name)}"), Words(about.title, below=True)),
-        (best, *[glance.also.removeprefix(", ")] * bool(glance.also)),
-        wording.gain(glance.gains.baseline),
-        wording.gain(glance.gains.batch_norm),
-        Words(outcome, verdict=glance.result.verdict),
-    ))  # fmt: skip
+    return Row(
+        (
+            (Words(about.name, to=f"#{slug(about.name)}"), Words(about.title, below=True)),
+            (best, *[glance.also.removeprefix(", ")] * bool(glance.also)),
+            wording.gain(glance.gains.baseline),
+            wording.gain(glance.gains.batch_norm),
+            Words(outcome, verdict=glance.result.verdict),
+        )
+    )
 
 
 def _method(name: str, result: Result, both: Gains) -> Row:

@@ -179,8 +179,16 @@ def _lines(result: Result) -> Figure:
         low += [(x, look, number) for x, number in points if number.value < cut]
         papers = [(x, _paper(number)) for x, number in cells if _paper(number) is not None]
         if papers:
-            axes.plot(*zip(*papers, strict=True), color=look.colour, marker=look.marker, linestyle="", markersize=9,
-                      markerfacecolor="none", markeredgewidth=1.2, alpha=0.9)  # fmt: skip
+            axes.plot(
+                *zip(*papers, strict=True),
+                color=look.colour,
+                marker=look.marker,
+                linestyle="",
+                markersize=9,
+                markerfacecolor="none",
+                markeredgewidth=1.2,
+                alpha=0.9,
+            )
         lost += [(x, look, number) for x, number in cells if number.diverged]
     if low:
         most = max(Counter(number.cell.column for *_, number in low).values())
@@ -202,8 +210,9 @@ def _one_line(axes: Any, points: Sequence[tuple[float, Number]], look: Look, ban
     axes.plot(xs, ys, color=look.colour, marker=look.marker, linestyle=look.line, markersize=5.5, linewidth=1.6)
     edges = [number.low_high or (number.value, number.value) for _, number in points]
     if band == "quartiles":
-        axes.fill_between(xs, [low for low, _ in edges], [high for _, high in edges], color=look.colour, alpha=0.15,
-                          linewidth=0)  # fmt: skip
+        axes.fill_between(
+            xs, [low for low, _ in edges], [high for _, high in edges], color=look.colour, alpha=0.15, linewidth=0
+        )
     else:
         axes.vlines(xs, [low for low, _ in edges], [high for _, high in edges], color=look.colour, linewidth=1.1)
 
@@ -213,21 +222,47 @@ def _note_low(axes: Any, low: Sequence[tuple[float, Look, Number]]) -> None:
     above: Counter[str] = Counter()
     for x, look, number in low:
         column = number.cell.column
-        axes.annotate(f"↓ {number.value:.3g}", (x, 0), (0, 3 + 10 * above[column]), xycoords=("data", "axes fraction"),
-                      textcoords="offset points", fontsize=8, color=look.colour, ha="center", va="bottom")  # fmt: skip
+        axes.annotate(
+            f"↓ {number.value:.3g}",
+            (x, 0),
+            (0, 3 + 10 * above[column]),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=8,
+            color=look.colour,
+            ha="center",
+            va="bottom",
+        )
         above[column] += 1
 
 
 def _mark_diverged(axes: Any, lost: Sequence[tuple[float, Look, Number]]) -> None:
     """Crosses at the foot of the axes; with a count where only some of the runs diverged."""
     for x, look, number in lost:
-        axes.plot([x], [0.0], "x", color=look.colour, markersize=8, markeredgewidth=2, clip_on=False, zorder=5,
-                  transform=axes.get_xaxis_transform())  # fmt: skip
+        axes.plot(
+            [x],
+            [0.0],
+            "x",
+            color=look.colour,
+            markersize=8,
+            markeredgewidth=2,
+            clip_on=False,
+            zorder=5,
+            transform=axes.get_xaxis_transform(),
+        )
         if number.values:
             share = f"{number.diverged}/{number.n + number.diverged}"
-            axes.annotate(share, (x, 0), (0, 8), xycoords=("data", "axes fraction"),
-                          textcoords="offset points", fontsize=8, color=look.colour, ha="center",
-                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
+            axes.annotate(
+                share,
+                (x, 0),
+                (0, 8),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                fontsize=8,
+                color=look.colour,
+                ha="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
+            )
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------
@@ -250,8 +285,11 @@ def _curves(result: Result) -> Figure:
     made, panels = _panels(len(columns), 4.6, 3.6)
     shown = [number for number in result.numbers if number.was_run]
     chosen = looks(result.rows)
-    drawn = {row: Look(chosen[row].colour, "", chosen[row].line) for row in result.rows
-             if any(number.cell.row == row for number in shown)}  # fmt: skip
+    drawn = {
+        row: Look(chosen[row].colour, "", chosen[row].line)
+        for row in result.rows
+        if any(number.cell.row == row for number in shown)
+    }
     for axes, column in zip(panels, columns, strict=True):
         here = [(number, drawn[number.cell.row]) for number in shown if number.cell.column == column]
         for number, look in here:
@@ -276,13 +314,23 @@ def _one_curve(axes: Any, number: Number, look: Look) -> None:
         middle = statistics.median if number.artifact.band == "quartiles" else statistics.fmean
         axes.plot(epochs, [middle(values) for values in at], color=look.colour, linestyle=look.line, linewidth=1.6)
         edges = [_edges(values, number.artifact.band) for values in at]
-        axes.fill_between(epochs, [low for low, _ in edges], [high for _, high in edges], color=look.colour, alpha=0.18,
-                          linewidth=0)  # fmt: skip
+        axes.fill_between(
+            epochs, [low for low, _ in edges], [high for _, high in edges], color=look.colour, alpha=0.18, linewidth=0
+        )
         paper = _paper(number)
         if paper is not None:
             at_epoch = float(metric.partition("@")[2] or epochs[-1])
-            axes.plot([at_epoch], [paper], "D", color=look.colour, markersize=6, markerfacecolor="none",
-                      markeredgewidth=1.3, clip_on=False, zorder=5)  # fmt: skip
+            axes.plot(
+                [at_epoch],
+                [paper],
+                "D",
+                color=look.colour,
+                markersize=6,
+                markerfacecolor="none",
+                markeredgewidth=1.3,
+                clip_on=False,
+                zorder=5,
+            )
     for record in number.records:
         if record.status == "diverged":
             series = _series(record, metric)
@@ -291,8 +339,17 @@ def _one_curve(axes: Any, number: Number, look: Look) -> None:
             if ys:
                 axes.plot(xs[-1:], ys[-1:], "x", color=look.colour, markersize=8, markeredgewidth=2, zorder=5)
             else:
-                axes.plot([0.0], [0.0], "x", color=look.colour, markersize=8, markeredgewidth=2, clip_on=False,
-                          transform=axes.get_xaxis_transform(), zorder=5)  # fmt: skip
+                axes.plot(
+                    [0.0],
+                    [0.0],
+                    "x",
+                    color=look.colour,
+                    markersize=8,
+                    markeredgewidth=2,
+                    clip_on=False,
+                    transform=axes.get_xaxis_transform(),
+                    zorder=5,
+                )
 
 
 def _enlarge_end(axes: Any, shown: Sequence[tuple[Number, Look]]) -> None:
@@ -444,8 +501,16 @@ def _common_limits(panels: Sequence[Sequence[float]]) -> list[tuple[float, float
 
 def _one_dot(axes: Any, y: int, number: Number, look: Look, cut: float) -> None:
     if number.values and number.value < cut:
-        axes.annotate(f"← {number.value:.3g}", (0, y), (3, 0), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", fontsize=8, color=look.colour, va="center")  # fmt: skip
+        axes.annotate(
+            f"← {number.value:.3g}",
+            (0, y),
+            (3, 0),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=8,
+            color=look.colour,
+            va="center",
+        )
     elif number.values:
         axes.plot([number.value], [y], "o", color=look.colour, markersize=6.5, zorder=4)
         if number.low_high is not None:
@@ -454,5 +519,13 @@ def _one_dot(axes: Any, y: int, number: Number, look: Look, cut: float) -> None:
     if paper is not None:
         axes.plot([paper], [y], "D", color=look.colour, markersize=9, markerfacecolor="none", markeredgewidth=1.2)
     if number.diverged:
-        axes.plot([0.0], [y], "x", color=look.colour, markersize=8, markeredgewidth=2, clip_on=False,
-                  transform=axes.get_yaxis_transform())  # fmt: skip
+        axes.plot(
+            [0.0],
+            [y],
+            "x",
+            color=look.colour,
+            markersize=8,
+            markeredgewidth=2,
+            clip_on=False,
+            transform=axes.get_yaxis_transform(),
+        )

@@ -403,8 +403,9 @@ def provenance(result: Result) -> Provenance:
     versions = _several(_plain(about.get("versions")) for about in abouts)
     commits = _several(_plain(about.get("commit")) for about in abouts)
     done = f"{len(result.records)} of {result.wanted} runs" if result.wanted else "computed"
-    return Provenance(done, hardware, versions, commits and f"commit {commits}", _total(result.records),
-                      _unknown_scripts(abouts))  # fmt: skip
+    return Provenance(
+        done, hardware, versions, commits and f"commit {commits}", _total(result.records), _unknown_scripts(abouts)
+    )
 
 
 def _unknown_scripts(abouts: Iterable[Mapping[str, Any]]) -> str:

@@ -162,9 +162,7 @@ def _ray(runs: list[Run], store: Store, options: Options, on_record: Callable[[R
         task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=-1)(_train_far_away)
         size = (options.side_by_side or 8) if gpus else 1
         training = asdict(options) | {"data_dir": options.data_dir and str(options.data_dir.resolve())}
-        waiting = {
-            task.remote([run.to_dict() for run in part], training): part for part in _parts(runs, size)
-        }  # fmt: skip
+        waiting = {task.remote([run.to_dict() for run in part], training): part for part in _parts(runs, size)}
         outcome = Outcome()
         with display(len(runs)) as shown:
             while waiting:

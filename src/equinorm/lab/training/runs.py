@@ -108,9 +108,7 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         plain = _plain(self)
-        plain["optim"]["schedule"] = {
-            "name": type(self.optim.schedule).__name__, **_plain(self.optim.schedule)
-        }  # fmt: skip
+        plain["optim"]["schedule"] = {"name": type(self.optim.schedule).__name__, **_plain(self.optim.schedule)}
         return plain
 
     @classmethod

@@ -9,10 +9,15 @@ from ..values import Value, activation
 from .registry import rule
 
 
-@rule("scaled_dot_product_attention.default", "_scaled_dot_product_flash_attention_for_cpu.default",
-      "_scaled_dot_product_flash_attention.default", "_scaled_dot_product_efficient_attention.default",
-      "_scaled_dot_product_cudnn_attention.default", "_scaled_dot_product_attention_math.default",
-      "_scaled_dot_product_fused_attention_overrideable.default")  # fmt: skip
+@rule(
+    "scaled_dot_product_attention.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_attention_math.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",
+)
 def attention(t: Interpreter, a: Arguments) -> Any:
     """softmax(q·k)·v: per head and feature k = 1/q, and the output carries v's scales.
 

@@ -116,9 +116,21 @@ def homogeneous(t: Interpreter, a: Arguments) -> Any:
     return activation(t.labels(a["self"]), static=a["self"].static)
 
 
-@rule("neg.default", "positive.default", "clone.default", "contiguous.default", "detach.default", "alias.default",
-      "lift_fresh.default", "lift_fresh_copy.default", "resolve_conj.default", "resolve_neg.default",
-      "_conj.default", "conj.default", "real.default")  # fmt: skip
+@rule(
+    "neg.default",
+    "positive.default",
+    "clone.default",
+    "contiguous.default",
+    "detach.default",
+    "alias.default",
+    "lift_fresh.default",
+    "lift_fresh_copy.default",
+    "resolve_conj.default",
+    "resolve_neg.default",
+    "_conj.default",
+    "conj.default",
+    "real.default",
+)
 def same_elements(t: Interpreter, a: Arguments) -> Any:
     """The same numbers up to a sign; a parameter stays a parameter."""
     value: Value = a["self"]
@@ -324,10 +336,26 @@ def glu(t: Interpreter, a: Arguments) -> Any:
 # -- ops that do not see the scale, and ops that do --------------------------------------------------------------------
 
 
-@rule("sign.default", "sgn.default", "signbit.default", "isnan.default", "isinf.default", "isfinite.default",
-      "logical_not.default", "logical_and.default", "logical_or.default", "logical_xor.default", "isposinf.default",
-      "bitwise_not.default", "isneginf.default", "count_nonzero.default",
-      "any.default", "any.dim", "all.default", "all.dim")  # fmt: skip
+@rule(
+    "sign.default",
+    "sgn.default",
+    "signbit.default",
+    "isnan.default",
+    "isinf.default",
+    "isfinite.default",
+    "logical_not.default",
+    "logical_and.default",
+    "logical_or.default",
+    "logical_xor.default",
+    "isposinf.default",
+    "bitwise_not.default",
+    "isneginf.default",
+    "count_nonzero.default",
+    "any.default",
+    "any.dim",
+    "all.default",
+    "all.dim",
+)
 def scale_blind(t: Interpreter, a: Arguments) -> Any:
     """Depends on signs only: the input stays free, the output is frozen. (`bitwise_not` takes no other numbers.)"""
     a.everything()
@@ -347,11 +375,36 @@ def compare_tensors(t: Interpreter, a: Arguments) -> Any:
     return t.frozen_result()
 
 
-@rule("tanh.default", "sin.default", "asin.default", "atan.default", "sinh.default", "asinh.default", "erf.default",
-      "expm1.default", "log1p.default", "tan.default", "gelu.default", "silu.default", "mish.default", "elu.default",
-      "celu.default", "selu.default", "relu6.default", "hardswish.default", "softsign.default", "hardshrink.default",
-      "softshrink.default", "round.default", "floor.default", "ceil.default", "trunc.default", "frac.default",
-      "nan_to_num.default", "tanhshrink.default")  # fmt: skip
+@rule(
+    "tanh.default",
+    "sin.default",
+    "asin.default",
+    "atan.default",
+    "sinh.default",
+    "asinh.default",
+    "erf.default",
+    "expm1.default",
+    "log1p.default",
+    "tan.default",
+    "gelu.default",
+    "silu.default",
+    "mish.default",
+    "elu.default",
+    "celu.default",
+    "selu.default",
+    "relu6.default",
+    "hardswish.default",
+    "softsign.default",
+    "hardshrink.default",
+    "softshrink.default",
+    "round.default",
+    "floor.default",
+    "ceil.default",
+    "trunc.default",
+    "frac.default",
+    "nan_to_num.default",
+    "tanhshrink.default",
+)
 def zero_keeping_barrier(t: Interpreter, a: Arguments) -> Any:
     """Not homogeneous, so the input is frozen; but f(0) = 0, so a structural zero stays one."""
     value: Value = a["self"]
@@ -364,12 +417,35 @@ def zero_keeping_barrier(t: Interpreter, a: Arguments) -> Any:
     return activation(zeros, static=value.static)
 
 
-@rule("sigmoid.default", "hardsigmoid.default", "log_sigmoid.default", "softplus.default", "exp.default",
-      "exp2.default", "log.default", "log2.default", "log10.default", "cos.default", "cosh.default", "acos.default",
-      "erfc.default",
-      "softmax.int", "_softmax.default", "log_softmax.int", "_log_softmax.default", "_safe_softmax.default",
-      "logsumexp.default", "pow.Scalar", "alpha_dropout.default", "nll_loss.default", "nll_loss_nd.default",
-      "cross_entropy_loss.default", "mse_loss.default", "floor_divide.default", "histc.default")  # fmt: skip
+@rule(
+    "sigmoid.default",
+    "hardsigmoid.default",
+    "log_sigmoid.default",
+    "softplus.default",
+    "exp.default",
+    "exp2.default",
+    "log.default",
+    "log2.default",
+    "log10.default",
+    "cos.default",
+    "cosh.default",
+    "acos.default",
+    "erfc.default",
+    "softmax.int",
+    "_softmax.default",
+    "log_softmax.int",
+    "_log_softmax.default",
+    "_safe_softmax.default",
+    "logsumexp.default",
+    "pow.Scalar",
+    "alpha_dropout.default",
+    "nll_loss.default",
+    "nll_loss_nd.default",
+    "cross_entropy_loss.default",
+    "mse_loss.default",
+    "floor_divide.default",
+    "histc.default",
+)
 def barrier(t: Interpreter, a: Arguments) -> Any:
     """Not homogeneous: the input is frozen."""
     values = [v for v in a.everything().values() if isinstance(v, Value)]
@@ -386,17 +462,42 @@ def nothing(t: Interpreter, a: Arguments) -> Any:
 # -- values that depend on a shape only --------------------------------------------------------------------------------
 
 
-@rule("zeros_like.default", "new_zeros.default", "ones_like.default", "new_ones.default", "full_like.default",
-      "new_full.default", "zero.default", "fill.Scalar", "zeros.default", "ones.default", "full.default")  # fmt: skip
+@rule(
+    "zeros_like.default",
+    "new_zeros.default",
+    "ones_like.default",
+    "new_ones.default",
+    "full_like.default",
+    "new_full.default",
+    "zero.default",
+    "fill.Scalar",
+    "zeros.default",
+    "ones.default",
+    "full.default",
+)
 def filled(t: Interpreter, a: Arguments) -> Any:
     a.everything()
     number = 0 if "zero" in t.op_name else 1 if "ones" in t.op_name else a["value"] if "value" in a else a["fill_value"]
     return known(torch.tensor(number).to(t.node.meta["val"].dtype).expand(t.result_shape()))
 
 
-@rule("rand_like.default", "randn_like.default", "randint_like.default", "empty_like.default", "new_empty.default",
-      "new_empty_strided.default", "empty.memory_format", "rand.default", "randn.default", "bernoulli.p",
-      "bernoulli.float", "uniform.default", "normal.default", "exponential.default", "randperm.default")  # fmt: skip
+@rule(
+    "rand_like.default",
+    "randn_like.default",
+    "randint_like.default",
+    "empty_like.default",
+    "new_empty.default",
+    "new_empty_strided.default",
+    "empty.memory_format",
+    "rand.default",
+    "randn.default",
+    "bernoulli.p",
+    "bernoulli.float",
+    "uniform.default",
+    "normal.default",
+    "exponential.default",
+    "randperm.default",
+)
 def unknown_numbers(t: Interpreter, a: Arguments) -> Any:
     a.everything()
     return t.frozen_result()

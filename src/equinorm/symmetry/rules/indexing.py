@@ -130,8 +130,15 @@ def gather(t: Interpreter, a: Arguments) -> Any:
     return activation(labels.expand(shape))
 
 
-@rule("scatter.src", "scatter.value", "scatter_add.default", "scatter_reduce.two", "index_add.default",
-      "index_copy.default", "index_fill.int_Scalar")  # fmt: skip
+@rule(
+    "scatter.src",
+    "scatter.value",
+    "scatter_add.default",
+    "scatter_reduce.two",
+    "index_add.default",
+    "index_copy.default",
+    "index_fill.int_Scalar",
+)
 def scatter(t: Interpreter, a: Arguments) -> Any:
     """Somewhere along the axis something of the same scale is written or added."""
     from .elementwise import as_value

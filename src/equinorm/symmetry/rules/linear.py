@@ -123,11 +123,36 @@ def _of_activations(t: Interpreter, x: Value, x_axes: str, y: Value, y_axes: str
 
 
 # What may stand between scores and their softmax.
-_BETWEEN = frozenset({
-    "mul", "div", "add", "sub", "masked_fill", "where", "to", "_to_copy", "view", "reshape", "_unsafe_view", "clone",
-    "contiguous", "expand", "unsqueeze", "squeeze", "permute", "transpose", "type_as", "dropout", "slice", "detach",
-    "alias", "cat", "getitem", "tanh"
-})  # fmt: skip
+_BETWEEN = frozenset(
+    {
+        "mul",
+        "div",
+        "add",
+        "sub",
+        "masked_fill",
+        "where",
+        "to",
+        "_to_copy",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "clone",
+        "contiguous",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "transpose",
+        "type_as",
+        "dropout",
+        "slice",
+        "detach",
+        "alias",
+        "cat",
+        "getitem",
+        "tanh",
+    }
+)
 
 
 def _ends_in_softmax(node: fx.Node, steps: int = 16) -> bool:
@@ -248,8 +273,11 @@ def grouped_product(t: Interpreter, a: Arguments) -> Any:
     source = t.node.args[2] if len(t.node.args) > 2 else t.node.kwargs.get("offs")
     if weight.parameter is None or x.ndim != 2 or weight.ndim != 3 or not isinstance(source, fx.Node):
         return NotImplemented
-    if any(v is not None and v is not x and v is not weight and v is not a[names[2]] for v in (a[n] for n in names)
-           if isinstance(v, Value)):  # fmt: skip
+    if any(
+        v is not None and v is not x and v is not weight and v is not a[names[2]]
+        for v in (a[n] for n in names)
+        if isinstance(v, Value)
+    ):
         return NotImplemented  # a bias
     groups = Groups(source, x.shape[0], weight.shape[0])
     if groups.rows < groups.experts:  # not every expert has a row that could stand for it
@@ -299,9 +327,19 @@ def bilinear(t: Interpreter, a: Arguments) -> Any:
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
 
-@rule("conv1d.default", "conv2d.default", "conv3d.default", "conv1d.padding", "conv2d.padding", "conv3d.padding",
-      "convolution.default", "_convolution.default", "conv_transpose1d.default", "conv_transpose2d.input",
-      "conv_transpose3d.input")  # fmt: skip
+@rule(
+    "conv1d.default",
+    "conv2d.default",
+    "conv3d.default",
+    "conv1d.padding",
+    "conv2d.padding",
+    "conv3d.padding",
+    "convolution.default",
+    "_convolution.default",
+    "conv_transpose1d.default",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+)
 def convolution(t: Interpreter, a: Arguments) -> Any:
     """Stride, padding with zeros and dilation choose which pixels meet; only channels carry scales."""
     settings = "stride padding dilation output_padding benchmark deterministic cudnn_enabled allow_tf32"

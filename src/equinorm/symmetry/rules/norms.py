@@ -30,11 +30,21 @@ def affine(
     return out if offset is None else add(t, out, laid(offset))
 
 
-@rule("batch_norm.default", "native_batch_norm.default", "_native_batch_norm_legit.default",
-      "_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_no_training.default",
-      "_native_batch_norm_legit_functional.default", "_batch_norm_with_update.default", "_batch_norm_no_update.default",
-      "_batch_norm_with_update_functional.default", "cudnn_batch_norm.default", "instance_norm.default",
-      "native_group_norm.default", "group_norm.default")  # fmt: skip
+@rule(
+    "batch_norm.default",
+    "native_batch_norm.default",
+    "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit.no_stats",
+    "_native_batch_norm_legit_no_training.default",
+    "_native_batch_norm_legit_functional.default",
+    "_batch_norm_with_update.default",
+    "_batch_norm_no_update.default",
+    "_batch_norm_with_update_functional.default",
+    "cudnn_batch_norm.default",
+    "instance_norm.default",
+    "native_group_norm.default",
+    "group_norm.default",
+)
 def channel_norm(t: Interpreter, a: Arguments) -> Any:
     """Batch, instance and group norm: one gain and offset per channel (axis 1).
 

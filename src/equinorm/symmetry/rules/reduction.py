@@ -29,8 +29,19 @@ def _dims(a: Arguments) -> tuple[Any, bool]:
     return a.get("dim"), bool(a.get("keepdim"))
 
 
-@rule("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "amax.default", "amin.default", "max.default",
-      "min.default", "nansum.default", "nanmean.default", "median.default")  # fmt: skip
+@rule(
+    "sum.default",
+    "sum.dim_IntList",
+    "mean.default",
+    "mean.dim",
+    "amax.default",
+    "amin.default",
+    "max.default",
+    "min.default",
+    "nansum.default",
+    "nanmean.default",
+    "median.default",
+)
 def linear_reduction(t: Interpreter, a: Arguments) -> Any:
     a.get("dtype")
     return activation(reduced(t, a["self"], *_dims(a)), static=a["self"].static)
@@ -57,8 +68,18 @@ def distance(t: Interpreter, a: Arguments) -> Any:
     return frozen(t.result_shape()) if a["p"] == 0 else activation(one.expand(t.result_shape()))
 
 
-@rule("var.correction", "var.dim", "var.default", "std.correction", "std.dim", "std.default", "var_mean.correction",
-      "std_mean.correction", "var_mean.dim", "std_mean.dim")  # fmt: skip
+@rule(
+    "var.correction",
+    "var.dim",
+    "var.default",
+    "std.correction",
+    "std.dim",
+    "std.default",
+    "var_mean.correction",
+    "std_mean.correction",
+    "var_mean.dim",
+    "std_mean.dim",
+)
 def spread(t: Interpreter, a: Arguments) -> Any:
     """A variance has the square of the scale, a deviation the scale itself."""
     a.get("correction"), a.get("unbiased")
@@ -112,14 +133,31 @@ def product(t: Interpreter, a: Arguments) -> Any:
 
 # -- pooling and resampling: combine or copy pixels of one channel -----------------------------------------------------
 
-_POOLS = [f"{kind}_pool{n}d{tail}" for kind in ("max", "avg", "adaptive_avg", "adaptive_max", "_adaptive_avg")
-          for n in (1, 2, 3) for tail in (".default",)]  # fmt: skip
+_POOLS = [
+    f"{kind}_pool{n}d{tail}"
+    for kind in ("max", "avg", "adaptive_avg", "adaptive_max", "_adaptive_avg")
+    for n in (1, 2, 3)
+    for tail in (".default",)
+]
 _POOLS += [f"max_pool{n}d_with_indices.default" for n in (1, 2, 3)]
-_SAMPLERS = [f"{kind}.{tail}" for kind in (
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-) for tail in ("default", "vec")]  # fmt: skip
+_SAMPLERS = [
+    f"{kind}.{tail}"
+    for kind in (
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d",
+        "_upsample_nearest_exact3d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "upsample_trilinear3d",
+        "upsample_bicubic2d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    )
+    for tail in ("default", "vec")
+]
 
 
 @rule(*_POOLS, *_SAMPLERS)
@@ -149,9 +187,22 @@ def grid_sample(t: Interpreter, a: Arguments) -> Any:
     return activation(t.collapse(t.labels(value), range(2, value.ndim)).expand(t.result_shape()))
 
 
-@rule("fft_fft.default", "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_hfft.default",
-      "fft_ihfft.default", "fft_fft2.default", "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default",
-      "fft_fftn.default", "fft_ifftn.default", "fft_rfftn.default", "fft_irfftn.default")  # fmt: skip
+@rule(
+    "fft_fft.default",
+    "fft_ifft.default",
+    "fft_rfft.default",
+    "fft_irfft.default",
+    "fft_hfft.default",
+    "fft_ihfft.default",
+    "fft_fft2.default",
+    "fft_ifft2.default",
+    "fft_rfft2.default",
+    "fft_irfft2.default",
+    "fft_fftn.default",
+    "fft_ifftn.default",
+    "fft_rfftn.default",
+    "fft_irfftn.default",
+)
 def fourier(t: Interpreter, a: Arguments) -> Any:
     """Linear along its axes, which mix."""
     a.everything()

@@ -19,14 +19,50 @@ from .registry import rule
 MOST_PADDED = 1 << 16
 
 
-@rule("permute.default", "transpose.int", "t.default", "numpy_T.default", "mT.default", "movedim.int",
-      "movedim.intlist", "moveaxis.int", "moveaxis.intlist", "swapaxes.default", "swapdims.default",
-      "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default", "expand.default", "select.int",
-      "slice.Tensor", "narrow.default", "chunk.default", "split.Tensor", "split.sizes", "split_with_sizes.default",
-      "tensor_split.sections", "tensor_split.indices", "unbind.int", "unfold.default", "diagonal.default",
-      "unsafe_chunk.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default", "broadcast_to.default",
-      "permute_copy.default", "transpose_copy.int", "squeeze_copy.dim", "unsqueeze_copy.default", "select_copy.int",
-      "slice_copy.Tensor", "expand_copy.default", "adjoint.default", "hsplit.int", "vsplit.int")  # fmt: skip
+@rule(
+    "permute.default",
+    "transpose.int",
+    "t.default",
+    "numpy_T.default",
+    "mT.default",
+    "movedim.int",
+    "movedim.intlist",
+    "moveaxis.int",
+    "moveaxis.intlist",
+    "swapaxes.default",
+    "swapdims.default",
+    "squeeze.default",
+    "squeeze.dim",
+    "squeeze.dims",
+    "unsqueeze.default",
+    "expand.default",
+    "select.int",
+    "slice.Tensor",
+    "narrow.default",
+    "chunk.default",
+    "split.Tensor",
+    "split.sizes",
+    "split_with_sizes.default",
+    "tensor_split.sections",
+    "tensor_split.indices",
+    "unbind.int",
+    "unfold.default",
+    "diagonal.default",
+    "unsafe_chunk.default",
+    "unsafe_split.Tensor",
+    "unsafe_split_with_sizes.default",
+    "broadcast_to.default",
+    "permute_copy.default",
+    "transpose_copy.int",
+    "squeeze_copy.dim",
+    "unsqueeze_copy.default",
+    "select_copy.int",
+    "slice_copy.Tensor",
+    "expand_copy.default",
+    "adjoint.default",
+    "hsplit.int",
+    "vsplit.int",
+)
 def view(t: Interpreter, a: Arguments) -> Any:
     """Torch's own view ops keep axes of one label at stride 0, so they run as they are."""
     name, *rest = a.everything()
@@ -46,9 +82,19 @@ def view(t: Interpreter, a: Arguments) -> Any:
     return source.mapped(lambda s: target(s, *positional), torch.Size(val.shape))
 
 
-@rule("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
-      "view_copy.default", "reshape_as.default", "view_as.default", "_reshape_alias.default", "_reshape_copy.default",
-      "ravel.default")  # fmt: skip
+@rule(
+    "view.default",
+    "reshape.default",
+    "_unsafe_view.default",
+    "flatten.using_ints",
+    "unflatten.int",
+    "view_copy.default",
+    "reshape_as.default",
+    "view_as.default",
+    "_reshape_alias.default",
+    "_reshape_copy.default",
+    "ravel.default",
+)
 def reshape(t: Interpreter, a: Arguments) -> Any:
     a.everything()  # of another tensor only the shape matters
     shape = t.result_shape()
@@ -152,9 +198,18 @@ def triangle(t: Interpreter, a: Arguments) -> Any:
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 
-@rule("pad.default", "constant_pad_nd.default", "reflection_pad1d.default", "reflection_pad2d.default",
-      "reflection_pad3d.default", "replication_pad1d.default", "replication_pad2d.default", "replication_pad3d.default",
-      "_pad_circular.default", "_pad_enum.default")  # fmt: skip
+@rule(
+    "pad.default",
+    "constant_pad_nd.default",
+    "reflection_pad1d.default",
+    "reflection_pad2d.default",
+    "reflection_pad3d.default",
+    "replication_pad1d.default",
+    "replication_pad2d.default",
+    "replication_pad3d.default",
+    "_pad_circular.default",
+    "_pad_enum.default",
+)
 def pad(t: Interpreter, a: Arguments) -> Any:
     """Zeros fit any scale, another number is a constant in those places, and the other modes copy elements."""
     amounts = list(a["pad"] if "pad" in a else a["padding"])
