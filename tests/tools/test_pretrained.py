@@ -31,9 +31,7 @@ import equinorm
 from equinorm import cli
 from equinorm.criteria import Norm
 from equinorm.criteria.exponentials import Exponentials, Quadratic
-from equinorm.errors import UserError
 from equinorm.tools import pretrained, sources
-from equinorm.tools.epsilon import entries_of
 from equinorm.tools.pretrained import Bound, Check, Plan, Pretrained, balanced, factors_when_due, parts, write
 
 transformers = pytest.importorskip("transformers")
@@ -215,23 +213,17 @@ def test_without_an_output_nothing_is_written(capsys: pytest.CaptureFixture[str]
 # -- what norms absorb ---------------------------------------------------------------------------------------------
 
 
-def absorbed(name: str) -> tuple[Bound, equinorm.Symmetry, Tensor]:
-    """A folder, its symmetry with what norms absorb, and a move along that alone."""
-    saved(name)
+def test_the_config_gets_what_follows_the_weights() -> None:
+    """ε is not among the weights: what a plan says of the config is written with them (`equinorm fit16`)."""
+    saved("llama")
     config = json.loads(Path("old/config.json").read_text())
     Path("old/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))  # large enough to matter
     with sources_quiet():
         bound = Bound(Pretrained.read(Path("old")), sources.empty_transformer("old").model)
     tokens = torch.empty(1, 4, dtype=torch.int64, device="meta")
     symmetry = equinorm.trace(bound.model, {"input_ids": tokens}, invariances=True)
-    return bound, symmetry, symmetry.absorbed.double()
-
-
-def test_the_config_gets_the_epsilon_that_follows_the_weights() -> None:
-    bound, symmetry, move = absorbed("llama")
-    factors = factors_when_due(symmetry, 2.0 * move)
-    plan = Plan(factors, set(), 2.0, entries_of(symmetry, 2.0 * move, bound.config))
-    assert plan.config == {"rms_norm_eps": pytest.approx(0.1 * math.exp(4.0))}
+    factors = factors_when_due(symmetry, 2.0 * symmetry.absorbed.double())
+    plan = Plan(factors, set(), 2.0, {"rms_norm_eps": 0.1 * math.exp(4.0)})
     write(bound, plan, Path("new"), lambda old, new: Check())
     old, new = (llama().from_pretrained(folder, local_files_only=True).eval() for folder in ("old", "new"))
     assert not torch.equal(old.model.embed_tokens.weight, new.model.embed_tokens.weight)
@@ -239,17 +231,6 @@ def test_the_config_gets_the_epsilon_that_follows_the_weights() -> None:
     new.model.norm.variance_epsilon = old.model.norm.variance_epsilon
     assert not torch.allclose(logits(new), logits(old), rtol=1e-2, atol=1e-2)
     assert balanced(bound, symmetry).config == {}
-
-
-def test_norms_that_share_an_entry_must_agree() -> None:
-    bound, symmetry, move = absorbed("qwen3")
-    moved = entries_of(symmetry, 0.0 * move, bound.config)
-    assert moved == {}
-    with pytest.raises(UserError, match="norms that share rms_norm_eps would need different values of it"):
-        entries_of(symmetry, move * torch.linspace(0.0, 1.0, len(move)), bound.config)
-    without = {key: value for key, value in bound.config.items() if key != "rms_norm_eps"}
-    with pytest.raises(UserError, match="and the config has no entry for it"):
-        entries_of(symmetry, move, without)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ from ..symmetry import ScaledParameter, Symmetry, Term
 from ..symmetry.capture import PLAIN_DTYPES
 from . import verify
 from .checkpoints import Checkpoint, first_line, same_bits
-from .epsilon import entries_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -279,12 +278,6 @@ class Bound:
         found = self._group_of[canonical].values(get)
         return next(tensor for own, tensor in found.items() if self._canonical[own] == canonical)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """All entries, those too that the folder leaves at their defaults."""
-        config: Any = self.model.config
-        return {**config.to_dict(), **self.folder.config}
-
     def canonical(self, name: str) -> str:
         """The first of the names of a tensor of the model."""
         return self._canonical[name]
@@ -491,7 +484,6 @@ def balanced(
         passes=passes / max(size, 1),
         value_before=before,
         value_after=after,
-        config=entries_of(symmetry, log_scales, bound.config),
     )
 
 
