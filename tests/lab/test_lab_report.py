@@ -401,10 +401,11 @@ def test_everything_is_counted_once() -> None:
     )
     assert tally([evaluate(table, records, toy=True)]) == Tally()
     assert wording.summary(results) == (
-        "3 of 4 tables and figures have been run, 5 runs in all. Of 3 numbers that the papers print 1 is reproduced; 1 "
-        "came out higher than printed, 1 lower or otherwise different. Of 3 claims of the papers 2 hold (1 of them by "
-        "single runs, at least in part), 1 in one place and not in another, and 0 do not. Counted apart: 1 of 1 claim "
-        "of our own holds; 4 repeat another or try it otherwise."
+        "3 of 4 tables and figures have results, some of them in part: 5 runs in all. "
+        "Of 3 numbers that the papers print 1 is reproduced; 1 came out higher than printed, 1 lower or otherwise "
+        "different. Of 3 claims of the papers 2 hold (1 of them by single runs, at least in part), 1 in one place and "
+        "not in another, and 0 do not. Counted apart: 1 of 1 claim of our own holds; 4 repeat another or try it "
+        "otherwise."
     )
     assert wording.counts(results[1]) == (
         "1 of 3 numbers and 3 of 3 claims reproduced; 1 number higher than in the paper; 1 of 1 claim of ours holds"

@@ -92,7 +92,7 @@ def _by_paper(results: Sequence[Result], suffix: str, toy: bool) -> Table:
         rows.append(Row(cells[:2] if toy else cells))
     head = (
         "paper",
-        "tables and figures run",
+        "tables and figures with results",
         "numbers reproduced ✓",
         "higher ▲",
         "lower or other ✗",

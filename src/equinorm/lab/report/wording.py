@@ -353,7 +353,9 @@ def summary(results: Sequence[Result]) -> str:
     if any(result.toy for result in run):
         return f"{len(run)} of {len(results)} tables and figures were run at toy size, {runs} runs."
     found = tally(run)
-    sentences = [f"{len(run)} of {len(results)} tables and figures have been run, {runs:,} runs in all."]
+    sentences = [
+        f"{len(run)} of {len(results)} tables and figures have results, some of them in part: {runs:,} runs in all."
+    ]
     if found.numbers:
         sentences.append(
             f"Of {counted(found.numbers, 'number')} that the papers print {found.reproduced} "
