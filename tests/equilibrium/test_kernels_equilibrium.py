@@ -428,7 +428,7 @@ def test_which_convolutions_are_matrix_products(
     layer, x = EquiNormConv2d(8, 4, **options), laid_out(torch.rand(2, 8, 3, 3), last)
     plans: list[Any] = []
     monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
-    monkeypatch.setattr(fused, "run", lambda plan, x, *_: plans.append(plan) or x)  # only looked at
+    monkeypatch.setattr(fused, "run", lambda plan, x, *_: plans.append(plan) or (x, None))  # only looked at
     with torch.autocast("cpu", torch.bfloat16 if dtype == torch.float32 else dtype, dtype != torch.float32):
         layer(x)
     assert [type(plan.operation).__name__ for plan in plans] == [operation]
@@ -734,7 +734,7 @@ def test_plans_are_found_again(monkeypatch: Any) -> None:
     """Layers that are alike share a plan; another shape, layout or setting needs another."""
     plans: list[Any] = []
     monkeypatch.setattr(equilibrium_layers, "kernels", lambda *_: fused)
-    monkeypatch.setattr(fused, "run", lambda plan, x, *_: plans.append(plan) or x)  # only looked at
+    monkeypatch.setattr(fused, "run", lambda plan, x, *_: plans.append(plan) or (x, None))  # only looked at
     x = torch.rand(2, 3, 4, 4)
     layer = EquiNormConv2d(3, 4, 3)
     layer(x), layer(x.clone()), EquiNormConv2d(3, 4, 3)(x)

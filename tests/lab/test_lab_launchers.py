@@ -47,8 +47,8 @@ def test_what_the_store_has_is_not_trained_again(tmp_path: Path) -> None:
 def test_processes_of_this_machine_share_the_store(
     tmp_path: Path, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In threads here: that a new process can do it, the quick demo shows among the slow tests."""
-    pool = lambda workers, mp_context, initializer, initargs: ThreadPoolExecutor(workers)  # noqa: E731
+    """In a thread here, since torch's random state is that of all threads; processes: the demo among the slow tests."""
+    pool = lambda workers, mp_context, initializer, initargs: ThreadPoolExecutor(1)  # noqa: E731
     monkeypatch.setattr(launchers, "ProcessPoolExecutor", pool)
     store, came_back = Store(tmp_path), []
     relabelled = [replace(run, label=f"number {run.seed}") for run in RUNS]

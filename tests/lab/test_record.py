@@ -448,7 +448,7 @@ def test_the_whole_program_at_toy_size(tmp_path, capsys, monkeypatch):
 
 
 def test_the_command(tmp_path, capsys):
-    assert cli(["record", "--toy", "--n", "1", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert cli(["record", "--toy", "--n", "1", "--output", str(tmp_path), "--device", "cpu"]) == 0
     *_, unit, twin = capsys.readouterr().out.splitlines()
     assert "without batch statistics" in unit
     assert "BatchNorm twin" in twin

@@ -438,7 +438,7 @@ class ENorm:
 
     def _warn_without_state(self, stacklevel: int) -> None:
         """Warn, before the first step, where the optimizer has made steps and nothing is known of the scales then."""
-        if self.calls or self._has_state or self.biases.pending:
+        if not len(self.biases) or self.calls or self._has_state or self.biases.pending:
             return
         self._has_state = True
         tensors = [self.symmetry.tensor(name) for name in self._terms]
