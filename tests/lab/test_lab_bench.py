@@ -43,6 +43,7 @@ def test_what_a_norm_moves_is_counted() -> None:
     assert count(nn.Conv2d(3, 4, 3), x) is None
 
 
+@pytest.mark.slow
 def test_every_variant_of_a_residual_net_is_timed_against_no_norm_and_bn() -> None:
     rows = steps.measure(steps.networks(CPU, quick=True)["resnet18"], CPU, repeats=2, steps=1)
     assert [row.variant for row in rows][:2] == ["no norm", "BN"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,44 @@ from equinorm.lab.experiments.artifacts import PAPERS, all_artifacts
 from equinorm.lab.experiments.reproduce import chosen
 from equinorm.lab.training.store import Store
 
+SOME = ("stock2019", "repro2019", "private", "federated", "deep")
+"""Recipes that run every time: one of each kind of training. The slow tests run all."""
+
+
+def reproduced(folder: Path, recipes: Sequence[str]) -> Path:
+    assert main(["reproduce", *recipes, "--toy", "--results", str(folder), "--device", "cpu"]) == 0
+    return folder
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of some recipes at toy size."""
+    return reproduced(tmp_path_factory.mktemp("some"), SOME)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of every recipe at toy size."""
-    made = tmp_path_factory.mktemp("toy")
-    assert main(["reproduce", "all", "--toy", "--results", str(made), "--device", "cpu"]) == 0
-    return made
+    return reproduced(tmp_path_factory.mktemp("all"), ["all"])
 
 
-def test_every_recipe_runs_and_nothing_is_run_twice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = {run.key for artifact in chosen(["all"], toy=True) for run in artifact.runs()}
+def check_nothing_is_run_twice(folder: Path, recipes: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = {run.key for artifact in chosen(recipes, toy=True) for run in artifact.runs()}
     assert {record.run.key for record in Store(folder).records()} == wanted
-    assert main(["reproduce", *PAPERS, "--toy", "--results", str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["reproduce", *recipes, "--toy", "--results", str(folder)]) == 0
     said = capsys.readouterr().out
     assert f"0 runs trained; {len(wanted)} were in the store." in said
     assert f"`equinorm report --toy --results {folder}` writes" in said
+
+
+def test_recipes_run_and_nothing_is_run_twice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_nothing_is_run_twice(folder, SOME, capsys)
+
+
+@pytest.mark.slow
+def test_every_recipe_runs_and_nothing_is_run_twice(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_nothing_is_run_twice(whole, PAPERS, capsys)
 
 
 def test_a_report_on_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,15 +58,16 @@ def test_a_report_on_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsy
     assert not list(tmp_path.iterdir())
 
 
-def test_the_report_has_every_artifact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "--toy", "--results", str(folder)]) == 0
+@pytest.mark.slow
+def test_the_report_has_every_artifact(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--toy", "--results", str(whole)]) == 0
     assert (
         f"{len(all_artifacts())} of {len(all_artifacts())} tables and figures have results" in capsys.readouterr().out
     )
-    page = (folder / "index.html").read_text()
+    page = (whole / "index.html").read_text()
     for artifact in all_artifacts():
         assert artifact in page
-        assert artifact in (folder / f"{artifact.split('/')[0]}.md").read_text()
+        assert artifact in (whole / f"{artifact.split('/')[0]}.md").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
