@@ -275,6 +275,14 @@ def a_dropout_that_is_off_shows_its_input(m: Any, x: Tensor) -> Tensor:
 
 
 @program
+def what_a_dropout_that_is_off_hands_out_is_written(m: Any, x: Tensor) -> Tensor:
+    """Found by a random program: with gradients the export shows the input and what is handed out apart."""
+    h = m.g(x).relu()
+    F.hardtanh(F.dropout(h, 0.5, False), inplace=True)
+    return m.c(h) + m.c(m.a(x).relu())
+
+
+@program
 def type_as_shows_its_input(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     same = h.type_as(x)

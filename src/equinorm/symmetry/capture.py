@@ -432,7 +432,8 @@ def _must_functionalise(module: fx.GraphModule, writable: set[str]) -> bool:
             if any(memory.is_hidden(relative) for relative in memory.sharing(written)):
                 return False  # it would be lost: the interpreter freezes all that shares this memory
             others = [member for member in memory.sharing(written) if member not in (written, node)]
-            if any(map(_may_alias, others)) and any(memory.is_read_after(member, node) for member in others):
+            read_after = any(memory.is_read_after(member, node) for member in others)
+            if read_after and any(map(_may_alias, (written, *others))):
                 return False  # and so where an op may have handed out its input itself
             if not is_inplace(node) or written is not node.args[0]:
                 needed = True  # no rule is asked about such a write
