@@ -194,8 +194,7 @@ SCALED_MNIST = Artifact(
     title="Scaled weight norm: training deep nets on MNIST",
     says="Drawn without numbers: deep nets on MNIST train with scaled weight norm.",
     protocol="Fully connected nets of width 500 with ReLUs; 10 epochs of SGD with momentum 0.9, batch 128, learning "
-    "rate "
-    "0.01 decayed linearly to 0 for every row, nothing chosen. The slides give no settings, so all of these are ours. "
+    "rate 0.01 decayed linearly to 0 for every row, nothing chosen. The slides give no settings, so all are ours. "
     "Weight norm without a start from data keeps the lengths of He's start. n = 3. Matrix products in TF32 on a GPU.",
     cells=grid(MNIST_ROWS, MNIST_DEPTHS, lambda row, depth: changed(MNIST, hidden=depth, **MNIST_ROWS[row]), n=3),
     claims=(

@@ -76,8 +76,7 @@ def tuning(choices: Mapping[str, Choice]) -> Artifact:
         title="Choosing learning rates for federated training (ours)",
         says="",
         protocol=f"{SET_UP} Here: half as many rounds on 45,000 images, scored on the {HELD_OUT:,} others of the "
-        f"training "
-        "set; one run each, three rates for every method. Of equal settings the smaller rate is taken.",
+        "training set; one run each, three rates for every method. Of equal settings the smaller rate is taken.",
         cells=tuple(candidate_cell(candidate, WHERE) for candidate in TUNINGS[TUNING]),
         claims=(in_use(choices, WHERE),),
         compares=False,

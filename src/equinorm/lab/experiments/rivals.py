@@ -249,8 +249,7 @@ def g_sgd_tuning(choices: Mapping[str, Choice]) -> Artifact:
         title="Choosing learning rates for G-SGD (ours)",
         says="",
         protocol="As figure 4 of stock2019, but trained on 40,000 images and scored on the 10,000 others of the "
-        "training "
-        "set; one run each. Of equal settings the smaller rate is taken.",
+        "training set; one run each. Of equal settings the smaller rate is taken.",
         cells=tuple(stock2019.candidate_cell(candidate, WHERE) for candidate in TUNINGS[G_SGD_TUNING]),
         claims=(stock2019.in_use(choices, WHERE),),
         compares=False,
@@ -272,9 +271,8 @@ def mlp(choices: Mapping[str, Choice]) -> Artifact:
         protocol="The nets of figure 4 of stock2019: Xavier's start, 60 epochs, batch 256, weight decay 1e-3, learning "
         "rate decayed linearly to 0. «Once» is the balance before the first step, at the baseline's rates; ENorm-1.2 "
         "after every step is that of figure 4. G-SGD (Meng et al. 2019) has no weight decay and starts with its "
-        "skeleton "
-        "weights set to 1, which changes the start; its rates are chosen on held-out images at 5, 11 and 19 layers: "
-        f"{resolved(choices)}. n = {stock2019.FC_RUNS}. Matrix products in TF32 on a GPU.",
+        "skeleton weights set to 1, which changes the start; its rates are chosen on held-out images at 5, 11 and 19 "
+        f"layers: {resolved(choices)}. n = {stock2019.FC_RUNS}. Matrix products in TF32 on a GPU.",
         cells=grid(MLP_ROWS, stock2019.DEPTHS, run, n=stock2019.FC_RUNS),
         claims=(
             Claim(
