@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from equinorm.cli import main as cli
-from equinorm.lab.record import main, plans
+from equinorm.lab.record import main, plans, sizes
 from equinorm.lab.record.config import METHODS, Config, method, rates
 from equinorm.lab.record.data import Pixels, addresses, normalized, read_cifar10, toy_images
 from equinorm.lab.record.log import Log
-from equinorm.lab.record.net import Net, whitening_weights
+from equinorm.lab.record.net import net_of, whitening_weights
 from equinorm.lab.record.optimizer import FlatOptimizer, schedule
-from equinorm.lab.record.plans import chosen_rates, record_config, refined
+from equinorm.lab.record.plans import record_config, refined
 from equinorm.lab.record.runner import OutOfTimeError, Runner
+from equinorm.lab.record.sizes import SECOND_NET, chosen_rates, chosen_setting
 from equinorm.lab.record.training import Training, together
-from equinorm.unitfilters.functional import project_
+from equinorm.unitfilters.functional import orthogonalize, project_
 from equinorm.unitfilters.muon import Muon
 
 TOY = {"widths": (8, 16, 16), "groups": 4, "batch": 20, "epochs": 1.0, "dtype": "float32"}
@@ -116,6 +117,55 @@ def test_the_start_from_data_is_centred_with_one_deviation_per_layer(norm, image
     torch.testing.assert_close(run.optimizer.others, run.optimizer.half[1])
 
 
+def test_the_second_net_is_a_resnet_20(images):
+    """By its own count of layers and parameters (He et al. 2016, table 6: 0.27 million), and by a block written out."""
+    net = net_of(method("batchnorm", **SECOND_NET))
+    assert sum(1 for p in net.parameters() if p.ndim == 4) + 1 == 20
+    assert sum(p.numel() for p in net.parameters()) == pytest.approx(0.27e6, rel=0.02)
+    net.eval()
+    read = {}
+    for i, stage in enumerate(net.stages):
+        stage.register_forward_pre_hook(lambda _, inputs, i=i: read.update({i: inputs[0]}))
+    net(torch.randn(2, 4, 32, 32))
+
+    def branch(first):
+        return net.stages[first + 1](F.gelu(net.stages[first](read[first])))
+
+    read = dict(read)  # what is called from here on does not count
+    torch.testing.assert_close(read[3], F.gelu(read[1] + branch(1)))
+    around = F.pad(read[7][:, :, ::2, ::2], (0, 0, 0, 0, 0, 16))
+    torch.testing.assert_close(read[9], F.gelu(around + branch(7)))
+
+
+def test_matrices_in_one_stack_are_orthogonalized_each_by_itself(images, pixels):
+    """Zeros around the smaller ones must not change them."""
+    optimizer = training(images, pixels).optimizer
+    direction = torch.randn_like(optimizer.filters)
+    each = [orthogonalize(stack, 3).reshape(-1) for stack in optimizer._by_shape(direction)]
+    assert len(each) > 2
+    torch.testing.assert_close(optimizer._orthogonalized(direction), torch.cat(each), atol=1e-5, rtol=1e-4)
+
+
+def test_what_gained_alone_is_tried_together(images, tmp_path):
+    run = runner(images, tmp_path)
+    tries = sizes._tries("unit", {"factor": 2.0, "rule": "root"})
+    better = {"twice the rates": 81, "half the rates": 79, "noise 0": 82, "noise 0.1": 83, "random filters": 79}
+
+    def log(setting, accuracy):
+        for size in sizes.CHOSEN_AT:
+            config = run.adapted(sizes._setting_run(run, "unit", setting, size, {}))
+            row = {"key": run.key(config, 0, "held-out"), "part": "settings", "method": "unit", "images": "toy"}
+            run.log.append(row | {"config": dataclasses.asdict(config), "accuracy": accuracy})
+
+    for name, setting in tries.items():
+        log(setting, better.get(name, 80))
+    assert sizes._together(run, "settings", "unit", tries, {}) == {"factor": 4.0, "rule": "root", "noise": 0.1}
+    assert chosen_setting(run, "unit") == {"factor": 2.0, "rule": "root", "noise": 0.1, "dirac": True}
+    # where nothing but the rates gained, they go further
+    rates_alone = {name: tries[name] for name in ("as chosen", "half the rates", "twice the rates")}
+    assert sizes._together(run, "settings", "unit", rates_alone, {}) == {"factor": 8.0, "rule": "root"}
+
+
 def test_filters_keep_unit_length_and_zero_mean(images, pixels):
     run = training(images, pixels, centred=True)
     run.train(0)
@@ -143,7 +193,7 @@ def test_a_step_is_muon_sgd_and_projection():
     """Five steps beside equinorm's Muon, torch's SGD and `project_`, with clipping and decay."""
     config = Config(**TOY, loss_scale=4.0, clip=3.0)
     torch.manual_seed(0)
-    net = Net(config)
+    net = net_of(config)
     plain = copy.deepcopy(net)
     optimizer = FlatOptimizer(net, config, torch.float32, steps=8)
     own, named = rates(config), dict(plain.named_parameters())
@@ -181,7 +231,7 @@ def test_a_step_is_muon_sgd_and_projection():
 def test_adaptive_clipping_by_filter():
     config = method("ws_agc", **TOY, factor=1000.0)
     torch.manual_seed(0)
-    optimizer = FlatOptimizer(Net(config), config, torch.float32, steps=4)
+    optimizer = FlatOptimizer(net_of(config), config, torch.float32, steps=4)
     gradient = torch.randn_like(optimizer.filters) * torch.linspace(0, 100, len(optimizer.filters))
     clipped = optimizer._clipped_by_filter(gradient, 0.02)
     for g, c, w in zip(*map(optimizer._by_shape, (gradient, clipped, optimizer.filters)), strict=True):
@@ -191,7 +241,7 @@ def test_adaptive_clipping_by_filter():
 
 def test_mean_shift_rejection_centres_gradients():
     config = method("msr", **TOY)
-    optimizer = FlatOptimizer(Net(config), config, torch.float32, steps=4)
+    optimizer = FlatOptimizer(net_of(config), config, torch.float32, steps=4)
     gradient = torch.randn_like(optimizer.filters)
     for centred in optimizer._by_shape(optimizer._centred(gradient, z=1.0)):
         means = centred.view(*centred.shape[:2], 9, -1).mean(2)
@@ -233,9 +283,11 @@ def test_an_unknown_method_is_named():
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("net", [{}, {**SECOND_NET, "widths": (8, 16, 16)}], ids=["airbench", "resnet20"])
 @pytest.mark.parametrize("norm", METHODS)
-def test_every_method_trains(norm, images, pixels):
-    run = training(images, pixels, norm, epochs=0.4, rule="sum")
+def test_every_method_trains(norm, net, images, pixels):
+    options = {"epochs": 0.4, "rule": "sum", **net}
+    run = training(images, pixels, norm, **options)
     before = run.optimizer.filters.clone(), run.optimizer.others.clone()
     run.train(0)
     assert run.steps == 2
@@ -243,7 +295,7 @@ def test_every_method_trains(norm, images, pixels):
     assert not torch.equal(before[0], run.optimizer.filters)
     assert not torch.equal(before[1], run.optimizer.others)
     assert 0.0 <= run.accuracy() <= 100.0
-    again = training(images, pixels, norm, epochs=0.4, rule="sum")
+    again = training(images, pixels, norm, **options)
     again.train(0)
     assert torch.equal(again.optimizer.filters, run.optimizer.filters)
 
@@ -439,11 +491,16 @@ def test_a_change_that_gains_stays_for_those_after_it(images, tmp_path, monkeypa
 def test_the_whole_program_at_toy_size(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["--toy", "--device", "cpu", "--out", "out", "--n", "1", "--seeds", "1"]
-    arguments += ["--config", '{"epochs": 1, "mode": "captured"}', "--only", "check,choose,final,batch"]
+    arguments += [
+        "--config",
+        '{"epochs": 1, "mode": "captured"}',
+        "--only",
+        "check,choose,settings,final,batch,second-net,lengths",
+    ]
     assert main(arguments) == 0
     assert "failed" not in capsys.readouterr().out
     lines = {file: file.read_text() for file in (tmp_path / "out").iterdir()}
-    assert main([*arguments[:-1], "choose,final,batch"]) == 0
+    assert main([*arguments[:-1], "choose,settings,final,batch,second-net,lengths"]) == 0
     assert lines == {file: file.read_text() for file in (tmp_path / "out").iterdir()}
 
 

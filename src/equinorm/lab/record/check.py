@@ -8,8 +8,8 @@ import traceback
 import torch
 
 from .config import Config, method
-from .plans import ORDER, SIZES
 from .runner import Runner
+from .sizes import ORDER, SIZES
 from .training import Training, together
 
 __all__ = ["check"]

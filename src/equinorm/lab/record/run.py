@@ -1,4 +1,4 @@
-"""`python -m equinorm.lab.record.run --data DIR --out DIR --minutes M --only check,ladder,refine,final,choose,batch`
+"""`python -m equinorm.lab.record.run --data DIR --out DIR --minutes M --only check,ladder,refine,final,choose`
 
 Everything that fits in that time, in the order of importance; what stands in the logs already is not run again.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,12 +21,13 @@ from .check import check
 from .config import RECORD, Config
 from .data import read_cifar10, toy_images
 from .log import Log, table
-from .plans import batch, choose, final, ladder, refine
+from .plans import final, ladder, refine
 from .runner import OutOfTimeError, Runner
+from .sizes import batch, choose, lengths, second_net, settings
 
 __all__ = ["PARTS", "main", "record"]
 
-PARTS = ("check", "ladder", "refine", "final", "choose", "batch")
+PARTS = ("check", "ladder", "refine", "final", "choose", "settings", "batch", "second-net", "lengths")
 RESULTS = Path("results/without-batch-statistics")
 
 
@@ -44,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "refine": lambda: refine(run),
         "choose": lambda: choose(run),
         "final": lambda: final(run, config, options.n),
-        "batch": lambda: batch(run, options.epochs, options.seeds),
+        "settings": lambda: settings(run),
+        "batch": lambda: batch(run, options.seeds),
+        "second-net": lambda: second_net(run, options.seeds),
+        "lengths": lambda: lengths(run, options.seeds),
     }
     for part in options.only:
         run.say(f"-- {part}")
@@ -70,6 +75,7 @@ def record(data: Path, out: Path, n: int = 20, toy: bool = False, device: str | 
 
 
 def _runner(log: Log, data: Path, device: str | None, toy: bool, minutes: float = math.inf) -> Runner:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read at the start: a queue for each run side by side
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.backends.cudnn.benchmark = True
     limits: Any = torch._dynamo.config if hasattr(torch, "_dynamo") else None
@@ -90,8 +96,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="run again what failed before")
     parser.add_argument("--config", help="final: changes of the setting as JSON, in place of the ladder's choice")
     parser.add_argument("--n", type=int, default=20, help="final: runs of each net")
-    parser.add_argument("--epochs", type=float, default=3.0, help="batch: epochs at every size")
-    parser.add_argument("--seeds", type=int, default=3, help="batch: seeds")
+    parser.add_argument("--seeds", type=int, default=3, help="batch, second-net, lengths: seeds")
     options = parser.parse_args(arguments)
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"--only: no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

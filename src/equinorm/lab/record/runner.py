@@ -7,7 +7,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -102,7 +102,8 @@ class Runner:
         if not self.toy:
             return config
         batch = max(2, config.batch // 50)
-        return config.but(widths=(8, 16, 16), groups=4, batch=batch, epochs=config.epochs / 8, dtype="float32")
+        epochs = min(config.epochs, 8.0) / 8
+        return config.but(widths=(8, 16, 16), groups=4, batch=batch, epochs=epochs, dtype="float32")
 
     def training(self, config: Config, on: str, lane: int = 0) -> Training:
         """A captured net for this config, up to its rates; `lane` tells apart those that run side by side."""
@@ -122,17 +123,25 @@ class Runner:
             self._captured[key] = training
         return self._captured[key]
 
-    def compile_ahead(self, configs: Sequence[Config], on: str, processes: int = 14) -> None:
-        """Compile these in processes of their own, which leave what they made in the compiler's cache on disk."""
+    def compile_ahead(self, configs: Sequence[Config], on: str, processes: int = 12) -> Callable[[], None]:
+        """Compile these in processes of their own, which leave what they made in the compiler's cache on disk.
+
+        What is returned waits for them.
+        """
         if self.device.type != "cuda" or self.data is None:
-            return
+            return lambda: None
         began = time.monotonic()
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            futures = [pool.submit(_compile, self.data, config, on) for config in configs]
+        pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+        futures = [pool.submit(_compile, self.data, config, on) for config in configs]
+
+        def wait() -> None:
             for future in futures:
                 if (error := future.exception()) is not None:  # the run itself will tell
                     self.say(f"compiling ahead failed: {error!r}")
-        self.say(f"{len(configs)} settings compiled ahead in {time.monotonic() - began:.0f} s")
+            pool.shutdown()
+            self.say(f"{len(configs)} settings compiled ahead in {time.monotonic() - began:.0f} s")
+
+        return wait
 
     def forget(self) -> None:
         """Free the captured nets."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .config import Config
 from .data import SIZE, Images, Pixels, addresses, normalized
-from .net import Net, whitening_weights
+from .net import Net, net_of
 from .optimizer import FlatOptimizer
 
 __all__ = ["Training", "together"]
@@ -73,9 +73,8 @@ class Training:
         torch.manual_seed(0)
         self.net = self._fresh()
         self.optimizer = FlatOptimizer(self.net, config, self.dtype, self.steps)
-        self.net.whitening = self.net.whitening.to(self.dtype).to(memory_format=torch.channels_last)
-        self._zeros = torch.zeros_like(self.net.whitening_bias.data)
-        """The gradient of the whitening layer's bias once it is no longer trained."""
+        for name, buffer in self.net.named_buffers(recurse=False):
+            self.net.register_buffer(name, buffer.to(self.dtype).to(memory_format=torch.channels_last))
         self.t = torch.zeros(1, dtype=torch.long, device=self.device)
         self.at = torch.zeros(self.steps, config.batch, dtype=torch.long, device=self.device)
         self.labels = torch.zeros_like(self.at)
@@ -95,7 +94,7 @@ class Training:
 
     def _fresh(self) -> Net:
         with self.device:
-            return Net(self.config)
+            return net_of(self.config)
 
     # -- before a run --------------------------------------------------------------------------------------------------
 
@@ -116,7 +115,7 @@ class Training:
     def prepare(self) -> None:
         """What belongs to the time of a run: whitening, the start from data, and the tables."""
         first = normalized(self.images.train[:FIRST_IMAGES], self.dtype)
-        self.net.whitening.copy_(whitening_weights(first))
+        self.net.see(first)
         if self.config.start_from_data:
             self.net.eval().start_from_data(first)
             self.optimizer.take_others()
@@ -143,7 +142,9 @@ class Training:
         loss = self.loss(self.net, x, labels, noise, train_whitening, self.config.smoothing, self.config.loss_scale)
         parameters = self.optimizer.parameters
         found = torch.autograd.grad(loss, parameters, allow_unused=not train_whitening)
-        self.update([self._zeros if gradient is None else gradient for gradient in found], self.t)
+        # the bias of the whitening layer has no gradient once it is no longer trained
+        gradients = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+        self.update(gradients, self.t)
         self.t.add_(1)
 
     def phase(self, step: int) -> Phase:
