@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 import equinorm
 from equinorm.files import write_text
-from equinorm.lab.bench.output import facts
+from equinorm.lab.bench.facts import facts
 from equinorm.models.exact import Exact
 from equinorm.tools import transformer
 
