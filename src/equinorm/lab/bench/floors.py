@@ -175,7 +175,7 @@ def table(rows: Sequence[FloorCost]) -> str:
     said = [
         f"seconds: least (median) of {n}, on {rows[0].device if rows else 'no device'}",
         f"ratio: trace / export, the least of each; at most {RATIO} is aimed at. balance: the whole call after",
-        f"tracing, to an imbalance of {TOLERANCE:g}, scales perturbed by exp(N(0, 1)); its least is held against the floor.",
+        f"tracing, to an imbalance of {TOLERANCE:g}, scales perturbed by exp(N(0, 1)); the least beside the floor.",
     ]
     return "\n".join([*said, "", *shown, ""])
 
