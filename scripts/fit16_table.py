@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equinorm.files import write_text
-from equinorm.lab.bench.output import facts
+from equinorm.lab.bench.facts import facts
 from equinorm.symmetry.verify import relative_change
 from equinorm.tools import fit16, transformer
 

@@ -1,6 +1,7 @@
 """Mappings of every decoder architecture of the installed transformers, beside llm-compressor's registry.
 
-    python scripts/mappings_table.py --out results          # all that can be made tiny, each in a process of its own
+    python scripts/mappings_table.py --out results          # all of them, each in a process of its own
+    python scripts/mappings_table.py --out results --log rows.jsonl     # goes on where it was interrupted
     python scripts/mappings_table.py --only LlamaForCausalLM
 
 Every architecture is made tiny (two layers, 32 wide) with random weights. Found are the mappings of
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 import equinorm
 from equinorm.files import write_text
-from equinorm.lab.bench.output import facts
+from equinorm.lab.bench.facts import facts
 from equinorm.models.exact import Exact
 from equinorm.tools import transformer
 
@@ -301,18 +302,44 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where mappings.txt and mappings.json are written")
+    parser.add_argument("--log", type=Path, help="rows as they are measured; what stands there is not measured again")
     parser.add_argument("--only", action="append", default=[])
     given = parser.parse_args()
-    about, rows = facts(torch.device("cpu")), []
+    about, rows = begun(given.log)
     for name in given.only or architectures():
-        rows.append(alone(name))
-        print(rows[-1], flush=True)
-    text = table_of(rows)
+        if name in rows:
+            continue
+        rows[name] = alone(name)
+        print(rows[name], flush=True)
+        if given.log is not None:
+            with given.log.open("a") as log:
+                log.write(json.dumps(rows[name]) + "\n")
+    text = table_of(list(rows.values()))
     print(text)
     if given.out is not None:
         head = "".join(f"{key}: {value}\n" for key, value in about.items())
         write_text(given.out / "mappings.txt", f"{head}\n{text}\n")
-        write_text(given.out / "mappings.json", json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write_text(given.out / "mappings.json", json.dumps({**about, "rows": list(rows.values())}, indent=1) + "\n")
+
+
+def begun(log: Path | None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What goes with the measurements, and the rows that a log holds; a log is of one commit."""
+    about = facts(torch.device("cpu")) | {"transformers": transformers_version()}
+    if log is None or not log.exists():
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(json.dumps(about) + "\n")
+        return about, {}
+    head, *lines = (json.loads(line) for line in log.read_text().splitlines())
+    if head["commit"] != about["commit"]:
+        raise SystemExit(f"{log} was begun at {head['commit']}, this is {about['commit']}: begin another one")
+    return head, {row["architecture"]: row for row in lines}
+
+
+def transformers_version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
 
 
 def alone(name: str, seconds: float = 300.0) -> dict[str, Any]:

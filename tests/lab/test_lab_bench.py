@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import nn
 
 from equinorm.cli import main
 from equinorm.errors import UserError
-from equinorm.lab.bench import balance, instruments, kernels, steps, throughput
+from equinorm.lab.bench import balance, floors, instruments, kernels, steps, throughput
 from equinorm.lab.bench import run as bench_run
 from equinorm.lab.bench.llama import Llama
 from equinorm.lab.bench.norm_traffic import NormTraffic, count
@@ -140,9 +142,31 @@ def test_a_network_that_cannot_be_built_is_left_out_with_a_word(
 
     small = lambda: (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4))  # noqa: E731
     monkeypatch.setattr(balance, "NETWORKS", {"resnet": missing, "small": small})
+    monkeypatch.setattr(floors, "NETWORKS", {"tiny": floors.FloorNetwork(lambda device: small(), {"cpu": 1e9})})
     run(("balance",), tmp_path, repeats=2)
     assert "resnet is left out: torchvision is not installed" in capsys.readouterr().out
     assert [row["network"] for row in json.loads((tmp_path / "bench_balance.json").read_text())["rows"]] == ["small"]
+    said = (tmp_path / "bench_floors_cpu.txt").read_text()
+    assert "1e+09 reached" in said
+    (row,) = json.loads((tmp_path / "bench_floors_cpu.json").read_text())["rows"]
+    assert (row["network"], row["scales"], len(row["trace"]), row["converged"]) == ("tiny", 8, 2, True)
+
+
+def test_floors_are_measured_without_packages_that_draw(tmp_path: Path) -> None:
+    """The machine with a GPU may have nothing but torch."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['rich', 'tyro', 'torchvision', 'timm', 'transformers']))\n"
+        "from equinorm.lab.bench import floors\n"
+        "import torch\n"
+        "small = lambda device: (torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)),"
+        " torch.zeros(1, 4))\n"
+        "floors.NETWORKS = {'tiny': floors.FloorNetwork(small, {'cpu': 1e-9})}\n"
+        f"floors.main(['--device', 'cpu', '--repeats', '1', '--output', {str(tmp_path)!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    assert "1e-09 MISSED" in done.stdout
+    assert (tmp_path / "bench_floors_cpu.txt").read_text().startswith("command: ")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ equinorm bench instruments     what `equinorm.diagnostics` shows on CIFAR-10, an
 equinorm bench checkpoint      an 8 GB folder of transformers, balanced, beside a copy of it: time and memory
 equinorm bench sharded         what an ENorm cycle communicates beside its training step, over 2 and 4 processes
 
-In reading order: `run` (the parts), `output` (how a measurement is summed up and written); `steps`, `scaling`,
-`balance`, `throughput`, `kernels`, `instruments`, `checkpoint` and `sharded` (one part each); `traffic` (counts
-collectives); `llama` (a net for `steps` and `sharded`).
+In reading order: `run` (the parts), `facts` and `output` (what goes with a measurement, how it is summed up and
+written); `steps`, `scaling`, `balance`, `floors`, `throughput`, `kernels`, `instruments`, `checkpoint` and `sharded`
+(one part each); `traffic` (counts collectives); `llama` (a net for `steps`, `floors` and `sharded`).
 """

@@ -48,7 +48,7 @@ def folded(model: nn.Module) -> nn.Module:
             graph.graph.erase_node(node)
     graph.delete_all_unused_submodules()
     graph.recompile()
-    return graph
+    return graph.requires_grad_(False)  # torch makes some of what it folds untrained, which would keep all of it
 
 
 def vision(name: str, fold: bool = True, relu6: bool = True) -> tuple[nn.Module, Tensor]:

@@ -15,8 +15,9 @@ from rich.table import Table
 from ...errors import UserError
 from ...files import write_text
 from ..training.trainer import chosen_device
-from . import balance, checkpoint, instruments, kernels, quantization, scaling, sharded, steps, throughput
-from .output import facts, save, show
+from . import balance, checkpoint, floors, instruments, kernels, quantization, scaling, sharded, steps, throughput
+from .facts import facts, save
+from .output import show
 
 __all__ = ["PARTS", "run"]
 
@@ -41,7 +42,7 @@ def run(
     names = {
         "steps": networks,
         "scaling": ["scaling"],
-        "balance": balance.NETWORKS,
+        "balance": {**balance.NETWORKS, **floors.NETWORKS},
         "lab": throughput.CASES,
         "kernels": kernels.NAMES,
         "instruments": ["cost", *instruments.PARTS],
@@ -156,6 +157,10 @@ def _scaling(bench: _Bench) -> None:
 
 
 def _balance(bench: _Bench) -> None:
+    """What tracing and balancing cost on the device, beside what is aimed at; on a CPU also beside plain cycles."""
+    _floors(bench)
+    if bench.device.type != "cpu":
+        return
     rows = []
     small = [name for name in balance.NETWORKS if " x " in name]
     names = [name for name in (small if bench.quick and not bench.only else balance.NETWORKS) if bench.wanted(name)]
@@ -168,6 +173,20 @@ def _balance(bench: _Bench) -> None:
         if rows:
             text = show([balance.table_of(rows)], bench.console, width=170)
             bench.written += save(bench.out, "bench_balance", text, rows, bench.about_cpu)
+
+
+def _floors(bench: _Bench) -> None:
+    rows: list[floors.FloorCost] = []
+    names = [] if bench.quick else floors.network_names(bench.device, bench.only)
+    for name in filter(bench.wanted, names):
+        with bench.trying(name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if not rows:
+                floors.warm_up(bench.device)
+            rows.append(floors.measure(name, bench.device, bench.repeats))
+    if rows:
+        text = show([floors.table(rows)], bench.console, width=170)
+        bench.written += save(bench.out, f"bench_floors_{bench.device.type}", text, rows, bench.about)
 
 
 def _lab(bench: _Bench) -> None:
