@@ -242,3 +242,27 @@ def test_what_others_write_to_a_file_meanwhile_stays() -> None:
 
 
 LOG: list[str] = []
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_autocast_around_a_trace_is_no_part_of_the_model(inner):
+    """What surrounded the call rounded every convolution to bfloat16, and nothing was free; a model's own stays."""
+
+    class Rounding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inner):
+                x = self.first(x)
+            return self.second(x.float().relu())
+
+    model, x = Rounding(), torch.randn(2, 3, 8, 8)
+    plain = equinorm.trace(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = equinorm.trace(model, x)
+        assert torch.is_autocast_enabled("cpu")
+    assert found.num_scales == plain.num_scales
+    assert found.verification == plain.verification
+    assert found.num_scales == (0 if inner else 8)

@@ -1,13 +1,14 @@
-"""Training and evaluation, module by module: some may be in evaluation on purpose."""
+"""The modes a model is run in: training or evaluation, module by module, and without its surroundings' autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 
-__all__ = ["evaluating", "modes_kept"]
+__all__ = ["autocast_off", "evaluating", "modes_kept"]
 
 
 @contextmanager
@@ -35,4 +36,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with modes_kept(model) as modes:
         for module in modes:  # not `model.eval()`, which a module may have overridden
             module.training = False
+        yield
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """No autocast but a model's own: what surrounds a call is no part of the model.
+
+    >>> with torch.autocast("cuda", torch.bfloat16), autocast_off():
+    ...     model(x)  # in float32
+    """
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..models.flat import refuse_flat_model, refuse_shards
+from ..models.modes import autocast_off
 from ..models.patterns import Keep
 from ..models.unwrapping import unwrap
 from .shapes import settle, storages_of
@@ -228,11 +229,13 @@ def export(
 ) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
     """`torch.export` without its traces in settings, logs and random state; and by module path who called the module.
 
+    An autocast region that the call stands in is left: its roundings are no part of the model.
+
     >>> exported, call_sites = export(model, (images,), {})
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be traced: give the torch.nn.Module that it was made of")
-    with forgotten(model), undisturbed(model), _recorded_calls(model) as call_sites:
+    with forgotten(model), undisturbed(model), autocast_off(), _recorded_calls(model) as call_sites:
         try:
             return torch.export.export(model, args, kwargs, strict=False), call_sites
         except Exception as error:

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ..models.inputs import as_arguments
+from ..models.modes import autocast_off
 from .traceless import forgotten, is_plain, seed_all, undisturbed
 
 __all__ = ["Verification", "Verifier", "outputs_of", "relative_change"]
@@ -100,7 +101,7 @@ class Verifier:
     ) -> list[Tensor]:
         copies = self._copies(factors, others, gradients)
         args, kwargs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
-        with forgotten(self.model), undisturbed(self.model), torch.set_grad_enabled(gradients):
+        with forgotten(self.model), undisturbed(self.model), autocast_off(), torch.set_grad_enabled(gradients):
             seed_all(0)
             for name, value in others.items():
                 path, _, leaf = name.rpartition(".")
