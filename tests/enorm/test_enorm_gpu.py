@@ -354,6 +354,10 @@ def test_both_steps_at_once_equal_one_after_the_other(name: str, dtype: torch.dt
     make, shape = NETS[name]
     torch.manual_seed(0)
     model = make().to("cuda", dtype)
+    if dtype == torch.float16:  # a scale that would take a weight out of its range is held, in float64 none is
+        with torch.no_grad():
+            for q in model.parameters():
+                q.add_(0.05 * q.sign())
     if last:
         model = model.to(memory_format=torch.channels_last)
     plain, fused = both_ways(model, shape, lr=0.01, momentum=0.9, weight_decay=0.01)

@@ -189,7 +189,12 @@ def test_relus_that_leave_sums(autocast: torch.dtype | None, channels_last: bool
                 step = outcome(model, x, autocast)
         found.append(step)
     assert [known is None for known in sums] == [True, False, False, False] * 3
-    assert_close(*found, 1e-3 if autocast is None else 0.05)
+    if autocast is None:
+        assert_close(*found, 1e-3)
+        return
+    for name, value in found[1].items():  # rounding turns a few ReLUs over, and moves what they let through as a whole
+        difference = torch.linalg.vector_norm(found[0][name].double() - value.double())
+        assert difference <= 0.05 * torch.linalg.vector_norm(value.double()).clamp_min(1.0), name
 
 
 def test_relus_that_leave_sums_take_no_more_memory() -> None:
