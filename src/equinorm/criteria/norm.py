@@ -242,7 +242,7 @@ class Objective(Exponentials):
     def load(self, tensors: Callable[[str], Tensor]) -> None:
         """Read the weights: reduce every parameter to its matrices. No value is looked at by the host."""
         self.matrices = [x.reduce(tensors(x.name).detach(), self.p, self.dtype).to(self.device) for x in self.layouts]
-        self.light = self.matrices
+        self.light, self.occupied = self.matrices, None
         for matrices, cancels in zip(self.matrices, self._cancels, strict=True):
             if cancels is not None:
                 matrices.masked_fill_(cancels, 0.0)
