@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -48,10 +48,17 @@ class Side:
         inner = _run_length(self.index, self.exponent)
         index, exponent = self.index[:, ::inner], self.exponent[:, ::inner]
         length = index.shape[1]
-        distinct = len(torch.unique(torch.stack([index.double(), exponent]), dim=2)[0, 0])
+        distinct = _distinct(index, exponent)
         factors = (k for k in range(length // distinct, 0, -1) if length % k == 0)
         outer = next(k for k in factors if _periodic(length // k, index, exponent))
         return outer, length // outer, inner
+
+
+def _distinct(index: Tensor, exponent: Tensor) -> int:
+    """The number of different columns."""
+    powers, power = exponent.unique(return_inverse=True)
+    one = index * len(powers) + power  # a pair as one number: torch sorts those much faster than rows
+    return len(one[0].unique()) if len(one) == 1 else len(torch.unique(one, dim=1)[0])
 
 
 def _periodic(period: int, *values: Tensor) -> bool:
@@ -61,8 +68,10 @@ def _periodic(period: int, *values: Tensor) -> bool:
 def _run_length(*values: Tensor) -> int:
     """The length of runs of equal columns."""
     changed = torch.stack([(v[:, 1:] != v[:, :-1]).any(0) for v in values]).any(0)
-    edges = [0, *(changed.nonzero().view(-1) + 1).tolist(), values[0].shape[1]]
-    return gcd(*(b - a for a, b in pairwise(edges)))
+    length = values[0].shape[1]
+    edges = torch.cat([changed.new_zeros(1).long(), changed.nonzero().view(-1) + 1, torch.tensor([length])])
+    lengths = edges.diff().unique().tolist()
+    return gcd(*lengths)
 
 
 class Sum:
@@ -232,19 +241,16 @@ class Exponentials:
     def crossed(self, values: Tensor, light: bool = False) -> Tensor:
         """Every matrix times what stands at its columns, at its rows; and the transposes, at its columns."""
         found = torch.empty_like(values)
-        few = values.float() if light and self.has_light else values
-        found_few = torch.empty_like(few) if few is not values else found
-        at = 0
-        kept = zip(self.matrices, self.light if light else self.matrices, self.sides, strict=True)
-        for matrix, chosen, (rows, columns) in kept:
-            source, out = (values, found) if chosen is matrix else (few, found_few)
-            middle, end = at + rows.index.numel(), at + rows.index.numel() + columns.index.numel()
-            above, beside = source[at:middle].view(rows.index.shape), source[middle:end].view(columns.index.shape)
-            times_into(out[at:middle].view(rows.index.shape), chosen, beside)
-            times_into(out[middle:end].view(columns.index.shape), chosen.mT, above)
-            if out is not found:
-                found[at:end] = out[at:end]
-            at = end
+        parts, into = values.split(self._cuts), found.split(self._cuts)
+        few = values.float().split(self._cuts) if light and self.has_light else parts
+        for i, (exact, matrix) in enumerate(zip(self.matrices, self.light if light else self.matrices, strict=True)):
+            rows, columns = (parts if matrix is exact else few)[2 * i : 2 * i + 2]
+            if matrix is exact:
+                _times_into(into[2 * i], matrix, columns)
+                _times_into(into[2 * i + 1], matrix.mT, rows)
+            else:
+                into[2 * i].copy_(_times_into(torch.empty_like(rows), matrix, columns))
+                into[2 * i + 1].copy_(_times_into(torch.empty_like(columns), matrix.mT, rows))
         return found
 
     def _log_crossed(self, logs: Tensor, light: bool) -> Tensor:
@@ -384,17 +390,18 @@ def times(matrices: Tensor, vectors: Tensor) -> Tensor:
     return torch.bmm(matrices, vectors[:, :, None])[:, :, 0]
 
 
-def times_into(out: Tensor, matrices: Tensor, vectors: Tensor) -> None:
-    """The same, written to batch × rows numbers."""
+def _times_into(out: Tensor, matrices: Tensor, vectors: Tensor) -> Tensor:
+    """The same, of vectors one behind the other, written into `out`."""
     batch, rows, columns = matrices.shape
     if batch == 1:
-        torch.mv(matrices.squeeze(0), vectors.squeeze(0), out=out.squeeze(0))
+        torch.mv(matrices[0], vectors, out=out)
     elif columns == 1:
-        torch.mul(matrices.squeeze(2), vectors, out=out)
+        torch.mul(matrices.squeeze(2), vectors.view(batch, 1), out=out.view(batch, rows))
     elif rows == 1:
-        torch.sum(matrices * vectors[:, None, :], -1, out=out)
+        torch.sum(matrices.squeeze(1) * vectors.view(batch, columns), -1, out=out)
     else:
-        torch.bmm(matrices, vectors[:, :, None], out=out[:, :, None])
+        torch.bmm(matrices, vectors.view(batch, columns, 1), out=out.view(batch, rows, 1))
+    return out
 
 
 def equilibrated(logs: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
