@@ -22,8 +22,9 @@ from ..models.sharding import ALONE, Processes
 
 NEVER = float("-inf")
 """The logarithm of nothing."""
-LARGE = 1 << 14
-"""Matrices of more entries are kept in float32 too, for products that need not be exact."""
+LARGE = {"cpu": 1 << 14, "cuda": 1 << 24}
+"""Matrices of more entries are kept in float32 too, for products that need not be exact; by the type of the device, as
+a GPU is bound by the number of its kernels rather than by what they read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +189,8 @@ class Exponentials:
         """Take these entries; `logs` are added to the logarithm of every row and column."""
         self.matrices, self.occupied = list(matrices), None
         # products that need not be exact read half as many bytes
-        self.light = [m.float() if m.dtype == torch.float64 and m.numel() > LARGE else m for m in self.matrices]
+        large = LARGE.get(self.device.type, 1 << 14)
+        self.light = [m.float() if m.dtype == torch.float64 and m.numel() > large else m for m in self.matrices]
         parts = [log.reshape(-1).to(self.offset) for pair in logs for log in pair]
         self.offset = torch.cat(parts) if parts else torch.zeros_like(self.exponent)
 
