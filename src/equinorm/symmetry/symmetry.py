@@ -24,6 +24,7 @@ from .invariances import MODES, Carried, Norms
 from .mappings import Mapping as Diagonal
 from .mappings import mappings, prove
 from .scales import FROZEN
+from .traceless import uncollected
 from .verify import (
     LARGEST,
     LARGEST_WORK,
@@ -460,11 +461,12 @@ def trace(
         raise ValueError(
             "batchnorm='ignore' takes BatchNorm for absent, so there is nothing that invariances could find"
         )
-    captured = capture(model, example_inputs, keep)
-    with torch.no_grad(), _on_the_host():
-        interpreter = Interpreter(captured, batchnorm, Norms(unwrap(model), invariances) if invariances else None)
-        interpreter.run()
-        symmetry = Symmetry(unwrap(model), captured, interpreter)
+    with uncollected():
+        captured = capture(model, example_inputs, keep)
+        with torch.no_grad(), _on_the_host():
+            interpreter = Interpreter(captured, batchnorm, Norms(unwrap(model), invariances) if invariances else None)
+            interpreter.run()
+            symmetry = Symmetry(unwrap(model), captured, interpreter)
     if batchnorm == "preserve" and verify is not False:
         return _verified(symmetry, captured, interpreter, example_inputs, asked=verify is True)
     return symmetry
