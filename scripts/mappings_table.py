@@ -14,6 +14,7 @@ divide the smoothed layer and multiply the balanced ones. A mapping of the regis
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -118,22 +119,52 @@ def tiny(name: str) -> nn.Module:
     model: Any = getattr(transformers, name)
     kind = model.config_class
     with transformer.quiet():
-        default = kind()
+        own = SPECIAL.get(name, {})
+        default = kind(**own)
         options = {key: value for key, value in SMALL.items() if hasattr(default, key)}
         try:
-            config = kind(**options)
+            config = kind(**{**options, **own})
         except Exception:  # what depends on what differs from config to config
-            config = kind()
-            for part in (config, config.get_text_config()):
-                for key, value in SMALL.items():
-                    if hasattr(part, key):
-                        setattr(part, key, value)
+            config = kind(**own)
         config = transformer.sliced(config, (0, 1))
+        for part in parts_of(config):
+            if part is not config or not options.keys() & {"hidden_size", "n_embd", "d_model"}:
+                shrink_(part)
         torch.manual_seed(0)
         made: nn.Module = model(config).eval()
     if sum(p.numel() for p in made.parameters()) > 3e7:
         raise ValueError("it does not get small")
     return made
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    # whose defaults cannot be built
+    "CohereCompassForCausalLM": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "DbrxForCausalLM": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
+
+
+def parts_of(config: Any) -> list[Any]:
+    """A config and those in it: of text, of images."""
+    from transformers import PretrainedConfig
+
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [config, *(part for each in inner for part in parts_of(each))]
+
+
+def shrink_(config: Any) -> None:
+    """Small sizes in the place of those that a config has."""
+    for key, value in SMALL.items():
+        if hasattr(config, key):
+            with contextlib.suppress(AttributeError):  # what a config works out from others cannot be set
+                setattr(config, key, value)
 
 
 # -- as llm-compressor does it -----------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: an export makes many objects, which are in use while Python looks through them all."""
+    """Without garbage collection, which would look again and again through the many objects that an export makes."""
     was = gc.isenabled()
     gc.disable()
     try:
