@@ -103,6 +103,7 @@ SMALL = {
     "linear_value_head_dim": 8,
     "global_head_dim": 8,
     "cross_attention_hidden_size": 32,
+    "num_kv_shared_layers": 0,
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
     "mamba_d_state": 8,
@@ -129,7 +130,7 @@ def tiny(name: str) -> nn.Module:
     with transformer.quiet():
         own = SPECIAL.get(name, {})
         default = kind(**own)
-        options = {key: value for key, value in SMALL.items() if hasattr(default, key)}
+        options = {key: value for key, value in SMALL.items() if has(default, key)}
         try:
             config, small = kind(**{**options, **own}), True
         except Exception:  # what depends on what differs from config to config
@@ -155,6 +156,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
 }
 
 
@@ -169,9 +172,18 @@ def parts_of(config: Any) -> list[Any]:
 def shrink_(config: Any) -> None:
     """Small sizes in the place of those that a config has."""
     for key, value in SMALL.items():
-        if hasattr(config, key):
-            with contextlib.suppress(AttributeError):  # what a config works out from others cannot be set
+        if has(config, key):
+            with contextlib.suppress(Exception):  # what a config works out from others cannot be set
                 setattr(config, key, value)
+
+
+def has(config: Any, key: str) -> bool:
+    """Whether a config has one number of that name."""
+    try:
+        getattr(config, key)
+    except Exception:  # there is none, or one for each layer
+        return False
+    return True
 
 
 # -- as llm-compressor does it -----------------------------------------------------------------------------------------
