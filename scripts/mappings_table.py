@@ -14,10 +14,13 @@ divide the smoothed layer and multiply the balanced ones. A mapping of the regis
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import multiprocessing
 import re
+import resource
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -100,6 +103,13 @@ SMALL = {
     "linear_value_head_dim": 8,
     "global_head_dim": 8,
     "cross_attention_hidden_size": 32,
+    "num_kv_shared_layers": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
 }
 
 
@@ -118,22 +128,62 @@ def tiny(name: str) -> nn.Module:
     model: Any = getattr(transformers, name)
     kind = model.config_class
     with transformer.quiet():
-        default = kind()
-        options = {key: value for key, value in SMALL.items() if hasattr(default, key)}
+        own = SPECIAL.get(name, {})
+        default = kind(**own)
+        options = {key: value for key, value in SMALL.items() if has(default, key)}
         try:
-            config = kind(**options)
+            config, small = kind(**{**options, **own}), True
         except Exception:  # what depends on what differs from config to config
-            config = kind()
-            for part in (config, config.get_text_config()):
-                for key, value in SMALL.items():
-                    if hasattr(part, key):
-                        setattr(part, key, value)
+            config, small = kind(**own), False
         config = transformer.sliced(config, (0, 1))
+        for part in parts_of(config)[small:]:
+            shrink_(part)
         torch.manual_seed(0)
         made: nn.Module = model(config).eval()
     if sum(p.numel() for p in made.parameters()) > 3e7:
         raise ValueError("it does not get small")
     return made
+
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    # whose defaults cannot be built
+    "CohereCompassForCausalLM": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "DbrxForCausalLM": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+}
+
+
+def parts_of(config: Any) -> list[Any]:
+    """A config and those in it: of text, of images."""
+    from transformers import PretrainedConfig
+
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [config, *(part for each in inner for part in parts_of(each))]
+
+
+def shrink_(config: Any) -> None:
+    """Small sizes in the place of those that a config has."""
+    for key, value in SMALL.items():
+        if has(config, key):
+            with contextlib.suppress(Exception):  # what a config works out from others cannot be set
+                setattr(config, key, value)
+
+
+def has(config: Any, key: str) -> bool:
+    """Whether a config has one number of that name."""
+    try:
+        getattr(config, key)
+    except Exception:  # there is none, or one for each layer
+        return False
+    return True
 
 
 # -- as llm-compressor does it -----------------------------------------------------------------------------------------
@@ -342,17 +392,29 @@ def transformers_version() -> str:
     return str(transformers.__version__)
 
 
-def alone(name: str, seconds: float = 300.0) -> dict[str, Any]:
+SECONDS = 300
+"""Of processor time, for one architecture."""
+
+
+def alone(name: str) -> dict[str, Any]:
     """In a process of its own, which may end badly or not at all."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: send.send(measured(name)))
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        send.send(measured(name))
+
+    process = context.Process(target=work)
     process.start()
     send.close()
     try:
-        row: dict[str, Any] = receive.recv() if receive.poll(seconds) else {"why_not": f"more than {seconds:.0f} s"}
+        waits = 10 * SECONDS  # others may use the machine too
+        row: dict[str, Any] = receive.recv() if receive.poll(waits) else {"why_not": f"more than {waits} s"}
     except EOFError:
-        row = {"why_not": "the process ended without a word"}
+        process.join()
+        late = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        row = {"why_not": f"more than {SECONDS} s" if late else "the process ended without a word"}
     process.kill()
     process.join()
     return {"architecture": name, **row}

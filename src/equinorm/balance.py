@@ -26,7 +26,7 @@ from .models.flat import refuse_shards
 from .models.frozen import Frozen, check_frozen, trains, untrained
 from .solver import Solution
 from .symmetry import ScaledParameter, Symmetry, trace
-from .symmetry.symmetry import out_of_range
+from .symmetry.symmetry import in_pieces, not_surely_fitting, out_of_range
 from .symmetry.verify import outputs_of, relative_change
 
 __all__ = ["BalanceReport", "Optimum", "balance_", "beyond_range", "counting", "optimum", "symmetry_of"]
@@ -195,7 +195,7 @@ def balance_(
     value_before = problem.value(torch.zeros(symmetry.num_scales, dtype=torch.float64))
     solution = optimum(here, problem, tol, None if time_limit is None else traced + time_limit)
     if symmetry.num_scales:
-        symmetry.rescale_(solution.log_scales)
+        symmetry.rescale_within_range_(solution.log_scales)
     seconds = time.monotonic() - traced
     after = None if outputs is None else outputs_of(symmetry.model, example_inputs)
     return BalanceReport(
@@ -304,15 +304,30 @@ def _first_reason(symmetry: Symmetry) -> str:
 def _norm(symmetry: Symmetry, counted: Counts, p: float) -> float:
     """The Lp norm of the parameters that count, in float64; it overflows only if it is larger than any number."""
     counts = [w for w in symmetry.parameters if counted(w) and w.share]
-    logs = [p * _log_norm(symmetry.values(w.name).detach(), p) + log(w.share) for w in counts]
+    tensors = [symmetry.values(w.name).detach() for w in counts]
+    norms = [_plain_norm(tensor, p) for tensor in tensors]
+    # one look at them all, where they are on one device
+    found = torch.stack(norms).tolist() if len({x.device for x in norms}) == 1 else [float(x) for x in norms]
+    logs = [
+        p * _log_norm(tensor, norm, p) + log(w.share) for w, tensor, norm in zip(counts, tensors, found, strict=True)
+    ]
     total = torch.tensor(logs or [float("-inf")], dtype=torch.float64).logsumexp(0)
     return float(symmetry.processes.log_sum(total).div(p).exp())
 
 
-def _log_norm(tensor: Tensor, p: float) -> float:
+def _plain_norm(tensor: Tensor, p: float) -> Tensor:
+    """‖w‖p in float64, which may be out of range."""
+    if not tensor.numel():
+        return tensor.new_zeros((), dtype=torch.float64)
+    pieces = (piece.reshape(-1).to(torch.float64) for (piece,) in in_pieces(tensor))
+    parts = [piece.dot(piece).sqrt() if p == 2 else torch.linalg.vector_norm(piece, p) for piece in pieces]
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), p)
+
+
+def _log_norm(tensor: Tensor, norm: float, p: float) -> float:
+    """Its logarithm, given the plain norm."""
     if not tensor.numel():
         return float("-inf")
-    norm = float(torch.linalg.vector_norm(tensor, p, dtype=torch.float64))
     if 1e-100 < norm < 1e100:
         return log(norm)
     largest = tensor.abs().amax().double()
@@ -327,7 +342,9 @@ def _within_range(symmetry: Symmetry, problem: Problem, tol: float, deadline: fl
         problem.hold()
         solution = problem.solve(tol, deadline)
         solution = solution._replace(log_scales=solution.log_scales.cpu())
-        beyond = beyond_range(symmetry.moving, symmetry.values, solution.log_scales)
+        moving, padded = symmetry.moving, symmetry.padded(solution.log_scales)
+        doubtful = not_surely_fitting(moving, [symmetry.values(w.name) for w in moving], padded)
+        beyond = beyond_range([moving[i] for i in doubtful], symmetry.values, solution.log_scales)
         beyond = symmetry.processes.any(beyond) & ~problem.fixed[:-1].cpu()
         if not bool(beyond.any()):
             return solution

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .criteria.exponentials import NEVER, Exponentials, Point, Quadratic, Sum, imbalance, times
+from .criteria.exponentials import NEVER, Exponentials, Groups, Point, Quadratic, Sum, imbalance, times
 
 if TYPE_CHECKING:
     from .criteria.norm import Objective
@@ -126,59 +126,88 @@ class Solution(NamedTuple):
     converged: bool
 
 
-def hold_unbalanced(o: Exponentials) -> None:
+def hold_unbalanced(o: Exponentials, point: Point | None = None) -> None:
     """Fix the variables along which F falls for ever: dead units, and whatever hangs on them.
 
     F has a minimum in a variable iff no direction d with k·d <= 0 in every entry of positive mass moves it. A scale
     that is fixed forces d = 0; an entry k_a·d_a + k_b·d_b <= 0 whose one half is forced to be >= 0 forces the other
     to be <= 0. What is forced from both sides has a minimum, what is forced from one side only has not. What is fixed
     still counts, and may force others.
+
+    `point` is F where nothing is moved, if it is known.
     """
+    point = o.at(o.zeros()) if point is None else point
+    entries = list(_entries(o, point))
+    # scales that no fixed one reaches (the user counted few parameters): look at each one's own entries
+    one_sided = ~((point.log_up > NEVER) & (point.log_down > NEVER))
     while True:
-        low, high = _forced(o)
+        low, high = _forced(o, entries)
         o.loose = ~(low | high)
         stuck = low ^ high
         if not bool(stuck.any()):
-            # scales that no fixed one reaches (the user counted few parameters): look at each one's own entries
-            point = o.at(o.zeros())
-            up, down = point.log_up > NEVER, point.log_down > NEVER
-            stuck[:-1] = o.loose[:-1] & ~(up & down) & o.free
+            stuck[:-1] = o.loose[:-1] & one_sided & o.free
         if not bool(stuck.any()):
             return
         o.fixed |= stuck
 
 
-def _forced(o: Exponentials) -> tuple[Tensor, Tensor]:
+class _Entries(NamedTuple):
+    """The rows (or columns) of a matrix, and what is on the other side; on the host, but for the matrix."""
+
+    matrix: Tensor
+    present: Tensor  # whether a row has mass
+    a: Tensor  # variables of the rows
+    a_up: Tensor  # whether their exponent is positive, and whether it is 0
+    a_none: Tensor
+    b: Tensor  # of the columns
+    b_up: Tensor
+    b_none: Tensor
+
+    def known(self, low: Tensor, high: Tensor) -> Tensor:
+        """Of which columns it is known that they cannot fall."""
+        return torch.where(self.b_up, high[self.b], low[self.b] | self.b_none)
+
+    def is_done(self, low: Tensor, high: Tensor) -> bool:
+        return bool((torch.where(self.a_up, low[self.a], high[self.a]) | self.a_none).all())
+
+
+def _entries(o: Exponentials, point: Point) -> Iterator[_Entries]:
+    index, k, present = (x.cpu() for x in (o.index, o.exponent, point.log_mass > NEVER))
+    up, none = k > 0, k == 0
+    sides = (o.split(x) for x in (present, index, up, none))
+    for matrix, (p, q), (row, column), (up_row, up_column), (no_row, no_column) in zip(o.light, *sides, strict=True):
+        yield _Entries(matrix, p, row, up_row, no_row, column, up_column, no_column)
+        yield _Entries(matrix.mT, q, column, up_column, no_column, row, up_row, no_row)
+
+
+def _forced(o: Exponentials, entries: list[_Entries]) -> tuple[Tensor, Tensor]:
     """Variables that cannot go up, and variables that cannot go down, without F rising somewhere for ever."""
-    low, high = o.fixed.clone(), o.fixed.clone()  # d <= 0, d >= 0
-    present = o.at(o.zeros()).log_mass > NEVER
-    entries = [
-        side
-        for matrix, (row, column), (k_row, k_column), (any_row, any_column) in zip(
-            o.light, o.split(o.index), o.split(o.exponent), o.split(present), strict=True
-        )
-        for side in (
-            (matrix, row, k_row, any_row, column, k_column),
-            (matrix.mT, column, k_column, any_column, row, k_row),
-        )
-    ]
+    low, high = o.fixed.to("cpu", copy=True), o.fixed.to("cpu", copy=True)  # d <= 0, d >= 0
     while True:
         before = low.sum() + high.sum()
         for order in (entries, entries[::-1]):  # both ways, so that one sweep carries through the whole depth
-            for matrix, a, k_a, any_a, b, k_b in order:
-                known = torch.where(k_b > 0, high[b], low[b] | (k_b == 0))
-                if not bool((torch.where(k_a > 0, low[a], high[a]) | (k_a == 0)).all()):
-                    # all or nothing is the usual case and needs no product
-                    some = any_a if bool(known.all()) else times(matrix, known.to(matrix.dtype)) > 0
-                    low[a[some & (k_a > 0)]] = True
-                    high[a[some & (k_a < 0)]] = True
+            for e in order:
+                if e.is_done(low, high):
+                    continue
+                known = e.known(low, high)
+                # all or nothing is the usual case and needs no product
+                all_known = bool(known.all())
+                if not all_known and not bool(known.any()):
+                    continue
+                some = e.present
+                if not all_known:
+                    some = (times(e.matrix, known.to(e.matrix.device, e.matrix.dtype)) > 0).cpu()
+                low[e.a[some & e.a_up]] = True
+                high[e.a[some & ~(e.a_up | e.a_none)]] = True
         low, high = o.processes.any(torch.stack([low, high]))
         if bool(low.sum() + high.sum() == before):
-            return low, high
+            return low.to(o.device), high.to(o.device)
 
 
 FAR = 2.0
 """Where masses differ by more than e^FAR, Newton's method would go one such step at a time."""
+ROUGH = 0.01
+"""Below this imbalance six digits are not enough to tell whether a step was good."""
 PATIENCE = 12
 """Steps without any progress after which the solver stops."""
 
@@ -190,8 +219,11 @@ def minimise(
     deadline: float | None = None,
     limit: int = 1000,
     start: Tensor | None = None,
+    first: Point | None = None,
 ) -> Solution:
-    """The log-scales of least F, by Newton's method with conjugate gradients.
+    """The log-scales of least F, by Newton's method with conjugate gradients; `first` is F at `start`, if it is known.
+
+    As long as the imbalance is larger than `ROUGH`, large matrices are read in float32; the optimum is one of float64.
 
     The curvature is a weighted graph Laplacian. Its diagonal preconditions what happens inside a layer; the slow modes
     move whole layers against each other, so a small dense problem over layers takes care of them. Far from the optimum
@@ -200,12 +232,13 @@ def minimise(
     """
     o = objective
     s = o.zeros() if start is None else start
-    point = o.at(s)
+    point = o.at(s) if first is None else first
     free = o.free & (point.log_up > NEVER) & (point.log_down > NEVER)
-    groups, group = birth.unique(return_inverse=True)
-    group = torch.where(free, group.to(o.device), len(groups))
+    layers, layer = birth.unique(return_inverse=True)
+    groups = Groups(o, torch.where(free, layer.to(o.device), len(layers)), len(layers))
     spread = reach(o)
     gap = float(imbalance(point, free))
+    light = o.has_light and gap > ROUGH
     best, waited, iterations, far = gap, 0, 0, True
     s_best, point_best = s, point
     while gap > tol and waited < PATIENCE and iterations < limit:
@@ -216,16 +249,19 @@ def minimise(
         if gap > FAR:
             for _ in range(2):
                 s = s - torch.where(free, 0.5 * point.gap / (o.p * spread.clamp_min(1e-12)), 0.0)
-                point = o.at(s)
+                point = o.at(s, light)
             gap = float(imbalance(point, free))
         if gap > FAR and far:
-            moved = _stride(o, s, point, free, group, len(groups), gap)
+            moved = _stride(o, s, point, free, groups, gap, light)
             far = moved is not None
         if moved is None:
             far = not far and iterations % 5 == 0
-            moved = _newton(o, s, point, free, group, len(groups), min(0.1, gap))
+            moved = _newton(o, s, point, free, groups, min(0.1, gap), light)
         s, point = moved
         before, gap = gap, float(imbalance(point, free))
+        if light and (gap <= ROUGH or gap > 0.9 * before):
+            light, point = False, o.at(s)
+            gap = float(imbalance(point, free))
         if gap > max(tol, 0.5 * before) and waited:
             s, point = _logarithmic(o, s, point, free, gap)
             gap = float(imbalance(point, free))
@@ -233,22 +269,25 @@ def minimise(
         if gap < best or not best < float("inf"):
             best, s_best, point_best = gap, s, point
     s, point = s_best.clone(), point_best
+    if light:  # the best point is one that was seen in float32
+        point = o.at(s)
+        best = float(imbalance(point, free))
     for variables, direction in flat_directions(o):  # where F does not care, nothing moves
         s[variables] -= (s[variables] @ direction) / (direction @ direction) * direction
     return Solution(s, point, best, iterations, best <= tol)
 
 
 def _stride(
-    o: Exponentials, s: Tensor, point: Point, free: Tensor, group: Tensor, groups: int, gap: float
+    o: Exponentials, s: Tensor, point: Point, free: Tensor, groups: Groups, gap: float, light: bool
 ) -> tuple[Tensor, Point] | None:
     """A step about the guess that all rows and columns end with equal mass; None where that brings nothing."""
     centre = 0.5 * (point.log_up + point.log_down)[free].mean()
     for trust in (1.0, 0.5):
         guess = trust * 0.5 * (point.log_mass - centre)  # half of it for the row, half for the column
         model = o.quadratic(point, guess)
-        step = conjugate_gradients(model, free, group, groups, 0.01) / o.p
+        step = conjugate_gradients(model, free, groups, 0.01) / o.p
         if bool(torch.isfinite(step).all()):
-            after = o.at(s + step)
+            after = o.at(s + step, light)
             if float(imbalance(after, free)) < 0.7 * gap:
                 return s + step, after
     return None
@@ -261,22 +300,17 @@ def _logarithmic(o: Exponentials, s: Tensor, point: Point, free: Tensor, gap: fl
     moves the heavy parts. The system is not symmetric, so it is solved by BiCGStab.
     """
     signs = o.exponent.sign()
-    side = torch.where(o.exponent > 0, point.log_up.new_tensor(0.0), 1.0).long()
-    sums = torch.stack([point.log_up, point.log_down])
-    padded = torch.cat([sums, sums.new_zeros(2, 1)], 1)[side, o.index]
+    outgoing = torch.where(o.exponent > 0, 0, 1)
+    both = torch.stack([point.log_up, point.log_down])
+    padded = torch.cat([both, both.new_zeros(2, 1)], 1)[outgoing, o.index]
     weight = torch.where(o.exponent != 0, (o.exponent.abs().log() + point.log_mass - padded).exp(), 0.0) * signs
     weight = weight.nan_to_num(0.0)
-    entries = []
-    for matrix, row, column in zip(o.matrices, point.row_logs, point.column_logs, strict=True):
-        u, v = (_shifted(x).exp() for x in (row, column))
-        below, beside = times(matrix, v), times(matrix.mT, u)
-        entries.append((matrix, u, v, below.clamp_min(1e-300), beside.clamp_min(1e-300)))
+    side = (point.logs - o.tops(point.logs)[o.run]).exp()
+    sums = o.crossed(side).clamp_min(1e-300)
 
     def product(x: Tensor) -> Tensor:
-        moved, parts = o.gather(x), []
-        for (matrix, u, v, below, beside), (row, column) in zip(entries, o.split(moved), strict=True):
-            parts += [(times(matrix, v * column) / below).view(-1), (times(matrix.mT, u * row) / beside).view(-1)]
-        return torch.where(free, o.scatter(weight * (moved + torch.cat(parts))), 0.0)
+        moved = o.gather(x)
+        return torch.where(free, o.scatter(weight * (moved + o.crossed(side * moved) / sums)), 0.0)
 
     step = _bicgstab(product, torch.where(free, -point.gap, 0.0) / o.p)
     best = s, point, gap
@@ -288,11 +322,6 @@ def _logarithmic(o: Exponentials, s: Tensor, point: Point, free: Tensor, gap: fl
         if best[2] < 0.7 * gap:
             break
     return best[:2]
-
-
-def _shifted(logs: Tensor) -> Tensor:
-    top = logs.amax(1, keepdim=True)
-    return logs - top.masked_fill(top == NEVER, 0.0)
 
 
 def _bicgstab(product: Callable[[Tensor], Tensor], rhs: Tensor, accuracy: float = 1e-6, limit: int = 300) -> Tensor:
@@ -318,19 +347,20 @@ def _bicgstab(product: Callable[[Tensor], Tensor], rhs: Tensor, accuracy: float 
 
 
 def _newton(
-    o: Exponentials, s: Tensor, point: Point, free: Tensor, group: Tensor, groups: int, accuracy: float
+    o: Exponentials, s: Tensor, point: Point, free: Tensor, groups: Groups, accuracy: float, light: bool
 ) -> tuple[Tensor, Point]:
     """Newton's step, shortened until log F has fallen as much as its slope promises."""
     model = o.quadratic(point)
-    step = conjugate_gradients(model, free, group, groups, accuracy) / o.p
+    step = conjugate_gradients(model, free, groups, accuracy) / o.p
     pull = torch.where(free, (point.log_up - point.log_value).exp() - (point.log_down - point.log_value).exp(), 0.0)
     slope = o.p * float((pull * step).sum())
-    length, after = 1.0, o.at(s + step)
-    while not float(after.log_value - point.log_value) <= 1e-4 * length * slope + 1e-14:
+    length, after = 1.0, o.at(s + step, light)
+    rounding = 1e-6 if light else 1e-14
+    while not float(after.log_value - point.log_value) <= 1e-4 * length * slope + rounding:
         length /= 2
         if length < 1e-6:
             break
-        after = o.at(s + length * step)
+        after = o.at(s + length * step, light)
     return s + length * step, after
 
 
@@ -443,22 +473,21 @@ def _merge_those_of_others(o: Exponentials, scales: Scales, labels: Tensor) -> N
             scales.merge(labels[linked], of[linked], why=0, exponent=exponent)
 
 
-def conjugate_gradients(model: Quadratic, free: Tensor, group: Tensor, groups: int, accuracy: float) -> Tensor:
+def conjugate_gradients(model: Quadratic, free: Tensor, groups: Groups, accuracy: float) -> Tensor:
     """Solve curvature · x = -gradient, preconditioned by the diagonal and by the problem over layers."""
-    o = model.function
+    o, group, count = model.function, groups.of, groups.count
     live = free & (model.diagonal > 0)
     rhs = torch.where(live, -model.gradient, 0.0)
     diagonal = torch.where(live, model.diagonal, 1.0)
-    group = torch.where(live, group, groups)
-    coarse = model.between(group, groups)
+    coarse = model.between(groups, live)
     # along a flat direction only rounding errors are left of `coarse`: they are judged by what they are the rest of
-    scale = diagonal.new_zeros(groups + 1).index_add_(0, group, torch.where(live, diagonal, 0.0))[:groups]
+    scale = diagonal.new_zeros(count + 1).index_add_(0, group, torch.where(live, diagonal, 0.0))[:count]
     norm = scale.sqrt().clamp_min(1e-150)
     coarse = coarse / norm[:, None] / norm + torch.diag(1e-10 + (scale == 0).to(o.dtype))
     factor = torch.linalg.cholesky_ex(coarse).L
 
     def precondition(r: Tensor) -> Tensor:
-        sums = torch.zeros(groups + 1, dtype=o.dtype, device=o.device).index_add_(0, group, r)[:groups]
+        sums = torch.zeros(count + 1, dtype=o.dtype, device=o.device).index_add_(0, group, r)[:count]
         shift = torch.cholesky_solve((sums / norm)[:, None], factor)[:, 0] / norm
         return torch.where(live, r / diagonal + torch.cat([shift, shift.new_zeros(1)])[group], 0.0)
 

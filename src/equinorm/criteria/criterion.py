@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..solver import Solution, hold_unbalanced, minimise
 from ..symmetry import ScaledParameter, Symmetry
-from .exponentials import Exponentials
+from .exponentials import Exponentials, Point
 
 __all__ = ["Counts", "Criterion", "ExponentialProblem", "Problem", "SmoothProblem"]
 
@@ -92,6 +92,8 @@ class ExponentialProblem(Problem):
 
     def __init__(self, objective: Exponentials, birth: Tensor) -> None:
         self.objective, self.birth = objective, birth
+        self._start: Point | None = None  # F where nothing is moved, and where it is least
+        self._end: Solution | None = None
 
     @property
     def passes(self) -> int:
@@ -105,14 +107,29 @@ class ExponentialProblem(Problem):
     def fixed(self, value: Tensor) -> None:
         self.objective.fixed = value
 
+    @property
+    def start(self) -> Point:
+        if self._start is None:
+            self._start = self.objective.at(self.objective.zeros())
+        return self._start
+
     def value(self, s: Tensor) -> float:
-        return float(self.objective.at(s.to(self.objective.device)).value)
+        here = s.to(self.objective.device)
+        end = self._end
+        if not bool(here.any()):
+            point = self.start
+        elif end is not None and end.point is not None and torch.equal(here, end.log_scales):
+            point = end.point
+        else:
+            point = self.objective.at(here)
+        return float(point.value)
 
     def hold(self) -> None:
-        hold_unbalanced(self.objective)
+        hold_unbalanced(self.objective, self.start)
 
     def solve(self, tol: float, deadline: float | None) -> Solution:
-        return minimise(self.objective, self.birth, tol, deadline)
+        self._end = minimise(self.objective, self.birth, tol, deadline, first=self.start)
+        return self._end
 
 
 class SmoothProblem(Problem):

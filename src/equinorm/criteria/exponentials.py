@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -22,8 +22,9 @@ from ..models.sharding import ALONE, Processes
 
 NEVER = float("-inf")
 """The logarithm of nothing."""
-LARGE = 1 << 14
-"""Matrices of more entries are kept in float32 too, for products that need not be exact."""
+LARGE = {"cpu": 1 << 14, "cuda": 1 << 24}
+"""Matrices of more entries are kept in float32 too, for products that need not be exact; by the type of the device, as
+a GPU is bound by the number of its kernels rather than by what they read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +49,17 @@ class Side:
         inner = _run_length(self.index, self.exponent)
         index, exponent = self.index[:, ::inner], self.exponent[:, ::inner]
         length = index.shape[1]
-        distinct = len(torch.unique(torch.stack([index.double(), exponent]), dim=2)[0, 0])
+        distinct = _distinct(index, exponent)
         factors = (k for k in range(length // distinct, 0, -1) if length % k == 0)
         outer = next(k for k in factors if _periodic(length // k, index, exponent))
         return outer, length // outer, inner
+
+
+def _distinct(index: Tensor, exponent: Tensor) -> int:
+    """The number of different columns."""
+    powers, power = exponent.unique(return_inverse=True)
+    one = index * len(powers) + power  # a pair as one number: torch sorts those much faster than rows
+    return len(one[0].unique()) if len(one) == 1 else len(torch.unique(one, dim=1)[0])
 
 
 def _periodic(period: int, *values: Tensor) -> bool:
@@ -61,8 +69,10 @@ def _periodic(period: int, *values: Tensor) -> bool:
 def _run_length(*values: Tensor) -> int:
     """The length of runs of equal columns."""
     changed = torch.stack([(v[:, 1:] != v[:, :-1]).any(0) for v in values]).any(0)
-    edges = [0, *(changed.nonzero().view(-1) + 1).tolist(), values[0].shape[1]]
-    return gcd(*(b - a for a, b in pairwise(edges)))
+    length = values[0].shape[1]
+    edges = torch.cat([changed.new_zeros(1).long(), changed.nonzero().view(-1) + 1, torch.tensor([length])])
+    lengths = edges.diff().unique().tolist()
+    return gcd(*lengths)
 
 
 class Sum:
@@ -93,9 +103,8 @@ class Sum:
 class Point:
     """F at one point: the mass of every row and column, and what it says about each variable; all as logarithms."""
 
-    row_logs: list[Tensor]
-    column_logs: list[Tensor]
-    log_mass: Tensor  # of all rows and columns, in the order of Exponentials.index
+    logs: Tensor  # of what every row and column is multiplied by, in the order of Exponentials.index
+    log_mass: Tensor  # of all rows and columns
     log_up: Tensor  # per variable log Σ k·mass over entries with exponent k > 0: the incoming mass
     log_down: Tensor  # per variable log Σ |k|·mass over entries with k < 0: the outgoing mass
     log_value: Tensor  # log F
@@ -157,8 +166,19 @@ class Exponentials:
         exponents = torch.cat([empty.double(), *(side.exponent.reshape(-1) for side in flat)])
         self.exponent = exponents.to(device, dtype)
         self._cuts = [side.index.numel() for side in flat]
+        # each side of each matrix of a batch is a run of places; `across` is the run of the other side
+        runs = [side.index.shape[0] for side in flat]
+        starts = [0, *accumulate(runs)]
+        own = [torch.arange(n) + start for n, start in zip(runs, starts, strict=False)]
+        other = [own[i ^ 1] for i in range(len(flat))]
+        run, across = (
+            torch.cat([empty, *(r.repeat_interleave(side.index.shape[1]) for r, side in zip(x, flat, strict=True))])
+            for x in (own, other)
+        )
+        self.run, self.across, self.runs = run.to(device), across.to(device), starts[-1]
         self.matrices: list[Tensor] = []
         self.light: list[Tensor] = []
+        self.occupied: Tensor | None = None  # rows and columns that have an entry; computed when it is needed
         self.offset = torch.zeros_like(self.exponent)  # logarithms that every row and column brings along
         self.fixed = torch.zeros(n + 1, dtype=torch.bool, device=device)
         self.fixed[n] = True
@@ -167,9 +187,10 @@ class Exponentials:
 
     def enter(self, matrices: Sequence[Tensor], logs: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Take these entries; `logs` are added to the logarithm of every row and column."""
-        self.matrices = list(matrices)
+        self.matrices, self.occupied = list(matrices), None
         # products that need not be exact read half as many bytes
-        self.light = [m.float() if m.dtype == torch.float64 and m.numel() > LARGE else m for m in self.matrices]
+        large = LARGE.get(self.device.type, 1 << 14)
+        self.light = [m.float() if m.dtype == torch.float64 and m.numel() > large else m for m in self.matrices]
         parts = [log.reshape(-1).to(self.offset) for pair in logs for log in pair]
         self.offset = torch.cat(parts) if parts else torch.zeros_like(self.exponent)
 
@@ -196,24 +217,76 @@ class Exponentials:
         """The transpose of `gather` without the exponents."""
         return self.processes.sum(self._sum(values)[: self.n])
 
-    def at(self, s: Tensor) -> Point:
+    @property
+    def has_light(self) -> bool:
+        """Whether some products can be had for half as many bytes, and a few digits less."""
+        return any(a is not b for a, b in zip(self.light, self.matrices, strict=True))
+
+    def at(self, s: Tensor, light: bool = False) -> Point:
+        """F and its gradient; with `light` to about six digits, where large matrices are kept in float32 too."""
         self.passes += 1
-        row_logs, column_logs, masses = [], [], []
-        for matrix, (row, column) in zip(self.matrices, self.split(self.p * self.gather(s) + self.offset), strict=True):
-            row_logs.append(row)
-            column_logs.append(column)
-            masses += [(row + log_times(matrix, column)).view(-1), (column + log_times(matrix.mT, row)).view(-1)]
-        mass = torch.cat(masses) if masses else self.exponent
+        logs = self.p * self.gather(s) + self.offset
+        mass = logs + self._log_crossed(logs, light)
         weight = self.exponent.abs().log() + mass
         ups = self._sum.of_logarithms(torch.where(self.exponent > 0, weight, NEVER))[: self.n]
         downs = self._sum.of_logarithms(torch.where(self.exponent < 0, weight, NEVER))[: self.n]
-        rows = torch.cat([mass.new_full((1,), NEVER), *masses[::2]])
+        rows = torch.cat([mass.new_full((1,), NEVER), *mass.split(self._cuts)[::2]])
         sums = self.processes.log_sum(torch.cat([ups, downs, rows.logsumexp(0, keepdim=True)]))
         up, down, value = sums.split([self.n, self.n, 1])
-        return Point(row_logs, column_logs, mass, up, down, value[0])
+        return Point(logs, mass, up, down, value[0])
+
+    def tops(self, logs: Tensor) -> Tensor:
+        """The largest logarithm of each run of rows or columns; 0 where all are those of nothing."""
+        top = torch.full((self.runs,), NEVER, dtype=logs.dtype, device=logs.device)
+        return _finite(top.scatter_reduce(0, self.run, logs, "amax"))
+
+    def crossed(self, values: Tensor, light: bool = False) -> Tensor:
+        """Every matrix times what stands at its columns, at its rows; and the transposes, at its columns."""
+        found = torch.empty_like(values)
+        parts, into = values.split(self._cuts), found.split(self._cuts)
+        few = values.float().split(self._cuts) if light and self.has_light else parts
+        for i, (exact, matrix) in enumerate(zip(self.matrices, self.light if light else self.matrices, strict=True)):
+            rows, columns = (parts if matrix is exact else few)[2 * i : 2 * i + 2]
+            if matrix is exact:
+                _times_into(into[2 * i], matrix, columns)
+                _times_into(into[2 * i + 1], matrix.mT, rows)
+            else:
+                into[2 * i].copy_(_times_into(torch.empty_like(rows), matrix, columns))
+                into[2 * i + 1].copy_(_times_into(torch.empty_like(columns), matrix.mT, rows))
+        return found
+
+    def _log_crossed(self, logs: Tensor, light: bool) -> Tensor:
+        """log Σ_j M_ij exp(x_j) for every row, and for every column. What a product in floating point loses is added
+        up in logarithms."""
+        tops = self.tops(logs)
+        found = self.crossed((logs - tops[self.run]).exp(), light)
+        lost = found <= (FAINT if light else 0.0)
+        found = found.log() + tops[self.across]
+        if bool(lost.any()):
+            if self.occupied is None:
+                self.occupied = self.crossed(torch.ones_like(found)) > 0
+            lost &= self.occupied
+            if light and bool(lost.any()):
+                return self._log_crossed(logs, light=False)
+            self._found_again(found, logs, lost)
+        return found
+
+    def _found_again(self, found: Tensor, logs: Tensor, lost: Tensor) -> None:
+        """The sums of these rows and columns, from logarithms to logarithms."""
+        for matrix, own, where, x in zip(
+            self.matrices, self.split(found), self.split(lost), self.split(logs), strict=True
+        ):
+            for way, into, some, other in ((matrix, own[0], where[0], x[1]), (matrix.mT, own[1], where[1], x[0])):
+                batch, row = some.nonzero(as_tuple=True)
+                if len(batch):
+                    into[batch, row] = (way[batch, row].log() + other[batch]).logsumexp(1)
 
     def quadratic(self, point: Point, guess: Tensor | None = None) -> Quadratic:
         return Quadratic(self, point, guess)
+
+
+FAINT = 1e-30
+"""Sums below this may have lost something in float32, next to a largest factor of 1."""
 
 
 class Quadratic:
@@ -226,6 +299,8 @@ class Quadratic:
 
     a symmetric system for x. a = 0 is Newton's. Where masses are e^100 away from their optimum a better guess is that
     all rows and columns will have the same: then one step balances a chain of any length.
+
+    y is factor · u_row · M · u_column, with factors that are at most 1 on each side of a matrix.
     """
 
     def __init__(self, function: Exponentials, point: Point, guess: Tensor | None) -> None:
@@ -236,57 +311,75 @@ class Quadratic:
         # without a guess the largest mass becomes 1
         both = torch.cat([point.log_up, point.log_down])
         centre = both.amax() if guess is None and len(both) else 0.0
-        self.entries: list[tuple[Tensor, Tensor, Tensor]] = []
-        masses, extra = [], []
-        for matrix, light, row, column, (a_row, a_column) in zip(
-            function.matrices, function.light, point.row_logs, point.column_logs, function.split(a), strict=True
-        ):
-            v_log = column - a_column
-            shift = v_log.amax(1, keepdim=True)
-            shift = shift.masked_fill(shift == NEVER, 0.0)
-            u, v = (row - a_row + shift - centre).exp(), (v_log - shift).exp()
-            self.entries.append((u, v, light))
-            if guess is not None:
-                y_row, y_column = u * times(matrix, v), v * times(matrix.mT, u)
-                masses += [y_row.view(-1), y_column.view(-1)]
-                extra.append((y_row * a_row + u * times(matrix, v * a_column)).view(-1))
-                extra.append((y_column * a_column + v * times(matrix.mT, u * a_row)).view(-1))
-        empty = function.exponent.new_zeros(0)
-        # without a guess these are the present masses, which are known
-        self.mass = torch.cat([empty, *masses]) if guess is not None else (point.log_mass - centre).exp()
+        logs = point.logs - a
+        tops = function.tops(logs)
+        self.side = (logs - tops[function.run]).exp()
+        self.factor = (tops[function.run] + tops[function.across] - centre).exp()
+        if guess is None:
+            self.mass = (point.log_mass - centre).exp()  # the present masses, which are known
+            pull = self.mass
+        else:
+            self.mass = self._crossed(torch.ones_like(a))
+            pull = self.mass + self.mass * a + self._crossed(a)
         k = function.exponent
-        pull = self.mass + torch.cat(extra) if extra else self.mass
         self.gradient = function.scatter(k * pull)
         self.diagonal = function.scatter(k.square() * self.mass)
+
+    def _crossed(self, values: Tensor) -> Tensor:
+        """Σ_j y_ij x_j for every row, and for every column."""
+        return self.factor * self.side * self.function.crossed(self.side * values, light=True)
 
     def times(self, x: Tensor) -> Tensor:
         """The curvature times a vector, up to p²."""
         f = self.function
         f.passes += 1
-        moved, parts = f.gather(x), []
-        for (u, v, matrix), (row, column) in zip(self.entries, f.split(moved), strict=True):
-            across, back = (v * column).to(matrix.dtype), (u * row).to(matrix.dtype)
-            parts += [(u * times(matrix, across)).view(-1), (v * times(matrix.mT, back)).view(-1)]
-        crossed = torch.cat(parts) if parts else moved
-        return f.scatter(f.exponent * (self.mass * moved + crossed))
+        moved = f.gather(x)
+        return f.scatter(f.exponent * (self.mass * moved + self._crossed(moved)))
 
-    def between(self, group: Tensor, groups: int) -> Tensor:
-        """The curvature restricted to vectors that are constant on groups of variables: groups × groups, up to p²."""
+    def between(self, groups: Groups, live: Tensor) -> Tensor:
+        """The curvature restricted to vectors that are constant on groups of variables: groups × groups, up to p².
+
+        Only variables that are `live` belong to their groups.
+        """
         f = self.function
         f.passes += 1
-        member = torch.cat([group, group.new_full((1,), groups)])[f.index]
-        total = torch.zeros((groups + 1) ** 2, dtype=f.dtype, device=f.device)
-        total.index_add_(0, member * (groups + 2), f.exponent.square() * self.mass)
-        for (u, v, matrix), (k_row, k_column), (row, column) in zip(
-            self.entries, f.split(f.exponent), f.split(member), strict=True
-        ):
+        k = f.exponent * torch.cat([live, live.new_zeros(1)])[f.index]
+        n = groups.count + 1
+        crossed = torch.zeros(n * n, dtype=f.dtype, device=f.device)
+        crossed.index_add_(0, groups.places, groups.linked(f, self.side * k, self.factor * self.side * k))
+        own = torch.zeros(n, dtype=f.dtype, device=f.device).index_add_(0, groups.member, k.square() * self.mass)
+        total = crossed.view(n, n) + crossed.view(n, n).mT + torch.diag(own)
+        return f.processes.sum(total[:-1, :-1])
+
+
+class Groups:
+    """Groups of variables, and where those of the rows of each matrix meet those of its columns.
+
+    >>> groups = Groups(function, birth)          # variables without a group have the largest number
+    """
+
+    def __init__(self, function: Exponentials, group: Tensor, count: int) -> None:
+        self.of, self.count = group, count
+        self.member = torch.cat([group, group.new_full((1,), count)])[function.index]
+        self._spread: list[Tensor | None] = []  # per matrix, which of the groups of its columns each column belongs to
+        places = [self.member[:0]]
+        for light, (row, column) in zip(function.light, function.split(self.member), strict=True):
             local, place = column.unique(return_inverse=True)
-            spread = torch.zeros(*column.shape, len(local), dtype=matrix.dtype, device=f.device)
-            spread.scatter_(2, place[:, :, None], (v * k_column)[:, :, None].to(matrix.dtype))
-            linked = ((u * k_row)[:, :, None] * (matrix @ spread)).reshape(-1)  # batch × rows × local groups
-            total.index_add_(0, (row[:, :, None] * (groups + 1) + local).reshape(-1), linked)
-            total.index_add_(0, (local * (groups + 1) + row[:, :, None]).reshape(-1), linked)
-        return f.processes.sum(total.view(groups + 1, groups + 1)[:groups, :groups])
+            spread = torch.nn.functional.one_hot(place, len(local)).to(light.dtype) if len(local) > 1 else None
+            self._spread.append(spread)
+            places.append((row[:, :, None] * (count + 1) + local).reshape(-1))
+        self.places = torch.cat(places)
+
+    def linked(self, function: Exponentials, columns: Tensor, rows: Tensor) -> Tensor:
+        """For every row and every group of columns in its matrix, what they have in common."""
+        parts = [columns[:0]]
+        for matrix, spread, (_, v), (u, _) in zip(
+            function.light, self._spread, function.split(columns), function.split(rows), strict=True
+        ):
+            v = v.to(matrix.dtype)
+            found = times(matrix, v)[:, :, None] if spread is None else matrix @ (spread * v[:, :, None])
+            parts.append((u[:, :, None] * found).reshape(-1))
+        return torch.cat(parts)
 
 
 def times(matrices: Tensor, vectors: Tensor) -> Tensor:
@@ -299,19 +392,18 @@ def times(matrices: Tensor, vectors: Tensor) -> Tensor:
     return torch.bmm(matrices, vectors[:, :, None])[:, :, 0]
 
 
-def log_times(matrices: Tensor, logs: Tensor) -> Tensor:
-    """log Σ_j M_ij exp(x_j), for a batch. What a product in floating point loses is added up in logarithms."""
-    shift = logs.amax(1, keepdim=True)
-    shift = shift.masked_fill(shift == NEVER, 0.0)
-    found = times(matrices, (logs - shift).exp()).log() + shift
-    lost = found == NEVER
-    if bool(lost.any()):
-        batch, row = lost.nonzero(as_tuple=True)
-        some = (matrices[batch, row] > 0).any(1)
-        batch, row = batch[some], row[some]
-        if len(batch):
-            found[batch, row] = (matrices[batch, row].log() + logs[batch]).logsumexp(1)
-    return found
+def _times_into(out: Tensor, matrices: Tensor, vectors: Tensor) -> Tensor:
+    """The same, of vectors one behind the other, written into `out`."""
+    batch, rows, columns = matrices.shape
+    if batch == 1:
+        torch.mv(matrices[0], vectors, out=out)
+    elif columns == 1:
+        torch.mul(matrices.squeeze(2), vectors.view(batch, 1), out=out.view(batch, rows))
+    elif rows == 1:
+        torch.sum(matrices.squeeze(1) * vectors.view(batch, columns), -1, out=out)
+    else:
+        torch.bmm(matrices, vectors.view(batch, columns, 1), out=out.view(batch, rows, 1))
+    return out
 
 
 def equilibrated(logs: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:

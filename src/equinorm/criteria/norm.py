@@ -64,12 +64,18 @@ class Layout:
     def sums(self, parameter: Tensor, p: float, dtype: torch.dtype) -> Tensor:
         """Sums of |w|^p over the elements that share a row and a column: batch × rows × columns."""
         laid, summed = self.laid(parameter), self.summed
-        if summed and p == 2 and not laid.requires_grad:
-            powers = torch.linalg.vector_norm(laid, 2, summed, keepdim=True, dtype=dtype).square_()
-        else:
-            powers = powers_of(laid, p, dtype)
-            powers = powers.sum(summed, keepdim=True) if summed else powers
-        return powers.reshape(self.view[0], self.view[2], self.view[5])
+        shape = self.view[0], self.view[2], self.view[5]
+        if laid.requires_grad or laid.device.type != "cpu" or laid.numel() <= PIECE:
+            return _sums(laid, p, summed, dtype).reshape(shape)
+        found = torch.empty(shape, dtype=dtype)
+        # a piece at a time, in the processor's cache, along the axis that has most of what is not summed
+        axis, of_result = max(((0, 0), (2, 1), (5, 2)), key=lambda pair: laid.shape[pair[0]])
+        length = max(1, PIECE * laid.shape[axis] // laid.numel())
+        for start in range(0, laid.shape[axis], length):
+            count = min(length, laid.shape[axis] - start)
+            into = found.narrow(of_result, start, count)
+            into.copy_(_sums(laid.narrow(axis, start, count), p, summed, dtype).reshape(into.shape))
+        return found
 
     def largest(self, parameter: Tensor) -> Tensor:
         """The largest |w| over the elements that share a row and a column: batch × rows × columns."""
@@ -112,6 +118,14 @@ class Layout:
     def summed(self) -> list[int]:
         """The axes of the view that no scale depends on."""
         return [axis for axis, n in enumerate(self.view) if n > 1 and axis not in (0, 2, 5)]
+
+
+def _sums(laid: Tensor, p: float, summed: list[int], dtype: torch.dtype) -> Tensor:
+    powers = powers_of(laid, p, dtype)
+    return powers.sum(summed, keepdim=True) if summed else powers
+
+
+PIECE = 1 << 16
 
 
 def powers_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
@@ -242,7 +256,7 @@ class Objective(Exponentials):
     def load(self, tensors: Callable[[str], Tensor]) -> None:
         """Read the weights: reduce every parameter to its matrices. No value is looked at by the host."""
         self.matrices = [x.reduce(tensors(x.name).detach(), self.p, self.dtype).to(self.device) for x in self.layouts]
-        self.light = self.matrices
+        self.light, self.occupied = self.matrices, None
         for matrices, cancels in zip(self.matrices, self._cancels, strict=True):
             if cancels is not None:
                 matrices.masked_fill_(cancels, 0.0)

@@ -22,7 +22,7 @@ from ..models.flat import refuse_flat_model, refuse_shards
 from ..models.modes import autocast_off
 from ..models.patterns import Keep
 from ..models.unwrapping import unwrap
-from .shapes import settle, storages_of
+from .shapes import leaves, settle, storages_of
 from .traceless import forgotten, is_plain, undisturbed
 
 _TORCH = Path(torch.__file__).parent
@@ -82,7 +82,7 @@ def capture(model: nn.Module, example_inputs: Any, keep: Iterable[str] = ()) -> 
 def _refuse_batched(module: fx.GraphModule, model: nn.Module) -> None:
     """`torch.func.vmap` may leave tensors in the graph that show one example and stand for many."""
     for node in module.graph.nodes:
-        for leaf in pytree.tree_leaves(node.meta.get("val")):
+        for leaf in leaves(node.meta.get("val")):
             if isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
                 raise TraceError(
                     f"could not capture {type(model).__name__}: its forward uses torch.func ({node.target}) in a way "
@@ -345,7 +345,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         if declared.alias_info is None or not declared.alias_info.is_write:
             continue
         argument = node.args[position] if position < len(node.args) else node.kwargs.get(declared.name)
-        written += [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, fx.Node)]
+        written += [leaf for leaf in leaves(argument) if isinstance(leaf, fx.Node)]
     return written
 
 

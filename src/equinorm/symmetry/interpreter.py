@@ -17,7 +17,7 @@ from .capture import Captured, Memory, is_inplace, keeps_labels, memory_of, writ
 from .groups import Groups
 from .invariances import Norms
 from .scales import FROZEN, ZERO, Scales
-from .shapes import is_symbol, size_of, symbolic_axes
+from .shapes import is_symbol, leaves, size_of, symbolic_axes
 from .traceless import is_plain
 from .values import Form, Role, Value, activation, axes_of, frozen, known
 
@@ -291,15 +291,12 @@ class Interpreter:
     def _guarded(self, node: fx.Node, result: Any) -> Any:
         """What no rule has to know: a result that holds less than what it is made of does not scale, a constant has
         the dtype that the graph says, and along an axis whose size depends on values there is one scale."""
-        made, structure = pytree.tree_flatten(result)
-        tensors = pytree.tree_leaves(node.meta.get("val"))
+        made = leaves(result)
+        tensors = leaves(node.meta.get("val"))
         if len(made) != len(tensors):
             return result
         given = [
-            t.dtype
-            for source in node.all_input_nodes
-            for t in pytree.tree_leaves(source.meta.get("val"))
-            if isinstance(t, Tensor)
+            t.dtype for source in node.all_input_nodes for t in leaves(source.meta.get("val")) if isinstance(t, Tensor)
         ]
         symbolic = symbolic_axes(node) or [[] for t in tensors if isinstance(t, Tensor)]
         axes = iter(symbolic)
@@ -317,7 +314,9 @@ class Interpreter:
                     made[i] = activation(self.frozen_labels(value.shape), static=True)
             elif any(loses(tensor.dtype, dtype) for dtype in given) or not _is_float(tensor.dtype):
                 self.freeze(value)
-        return pytree.tree_unflatten(made, structure)
+        if all(a is b for a, b in zip(made, leaves(result), strict=True)):
+            return result
+        return pytree.tree_unflatten(made, pytree.tree_structure(result))
 
     def _one_scale(self, value: Value, axes: list[int]) -> Value:
         """A value with one scale along axes of unknown size, and no values that would depend on that size."""
@@ -332,7 +331,7 @@ class Interpreter:
     def _by_rule(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What an op makes of its arguments: computed if they are known, else by its rule, else a barrier."""
         name = self.op_name.rstrip("_")
-        if any(is_symbol(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+        if any(is_symbol(leaf) for leaf in leaves((args, kwargs))):
             replaced = _without_symbols(name, args, kwargs)
             if replaced is None:
                 return self._barrier(args, kwargs)
@@ -367,8 +366,8 @@ class Interpreter:
         """A rule gives each result the shape that the graph says."""
         if result is NotImplemented or result is None:
             return
-        made = pytree.tree_leaves(result)
-        tensors = pytree.tree_leaves(self.node.meta.get("val"))
+        made = leaves(result)
+        tensors = leaves(self.node.meta.get("val"))
         if len(made) != len(tensors):
             raise ValueError(f"{len(made)} results for {len(tensors)}")
         for value, tensor in zip(made, tensors, strict=True):
@@ -429,7 +428,7 @@ class Interpreter:
         target = self.op
         if any(v.known is None for v in values) or torch.Tag.nondeterministic_seeded in target.tags:
             return None
-        shapes = [t.shape for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        shapes = [t.shape for t in leaves(node.meta.get("val")) if isinstance(t, Tensor)]
         if not shapes or any(prod(s) > MOST_CONSTANT for s in shapes) or "empty" in str(target):
             return None
         unwrap = lambda leaf: leaf.known if isinstance(leaf, Value) else leaf  # noqa: E731
@@ -443,7 +442,7 @@ class Interpreter:
                 result = target(*real_args, **real_kwargs)
         except Exception:
             return None  # an op that cannot run here is simply not folded
-        if not all(is_plain(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
+        if not all(is_plain(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)):
             return None
         return pytree.tree_map(lambda leaf: known(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -610,7 +609,7 @@ class Interpreter:
         return old
 
     def _tensors(self, tree: Any) -> list[Value]:
-        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
+        return [leaf for leaf in leaves(tree) if isinstance(leaf, Value)]
 
 
 def _place(value: Value, shape: torch.Size, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -74,17 +74,16 @@ class Scales:
     def find(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The root of every label and the exponent that leads there (zero labels read as the frozen root)."""
         labels = labels.clamp_min(FROZEN)
-        roots = labels
-        weights = torch.ones(labels.shape, dtype=torch.float64)
-        while True:
-            parents = self._parent[roots]
-            if torch.equal(parents, roots):
-                break
+        roots, weights = self._parent[labels], self._weight[labels]
+        above = self._parent[roots]
+        if torch.equal(above, roots):  # the usual case: every label is a root, or hangs on one
+            return roots, weights
+        while not torch.equal(above, roots):
             weights = weights * self._weight[roots]
-            roots = parents
+            roots, above = above, self._parent[above]
         # path compression: the next look-up takes one step
         self._parent[labels] = roots
-        self._weight[labels] = torch.where(labels == roots, torch.ones_like(weights), weights)
+        self._weight[labels] = weights
         return roots, weights
 
     def is_frozen(self, labels: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from .invariances import MODES, Carried, Norms
 from .mappings import Mapping as Diagonal
 from .mappings import mappings, prove
 from .scales import FROZEN
+from .traceless import uncollected
 from .verify import (
     LARGEST,
     LARGEST_WORK,
@@ -83,17 +84,54 @@ class ScaledParameter:
 
     def factor(self, padded: Tensor) -> Tensor:
         """The factor on each element, in a shape that broadcasts to the parameter's; `padded` as for a `Term`."""
-        first, *others = self.logs(padded)
+        first, *others = self.factors(self.logs(padded))
+        return first * others[0] if others else first
+
+    @staticmethod
+    def factors(logs: list[Tensor]) -> list[Tensor]:
+        """One or two tensors whose product is the factor, from its logarithms."""
+        first, *others = logs
         if not others:
-            return first.exp()
+            return [first.exp()]
         (second,) = others
-        if padded.device.type == "cpu" and min(first.numel(), second.numel()) > 1:
+        if first.device.type == "cpu" and min(first.numel(), second.numel()) > 1:
             # exponentials of rows and of columns are fewer, but each may be out of range where their product is not
             (low, high), (least, most) = ((float(x) for x in part.detach().aminmax()) for part in (first, second))
             centre = (low + high - least - most) / 4
             if max(high - low, most - least, abs(low + high + least + most)) <= 300:
-                return (first - centre).exp() * (second + centre).exp()
-        return (first + second).exp()
+                return [(first - centre).exp(), (second + centre).exp()]
+        return [(first + second).exp()]
+
+    def multiply_(self, tensor: Tensor, padded: Tensor) -> None:
+        """Multiply a tensor by the factor, in place, where it is; `padded` is on the host."""
+        # a factor may leave the range of half precision where what it makes of a weight does not
+        exact = torch.promote_types(tensor.dtype, torch.float32)
+        parts = self.factors([part.to(tensor.device) for part in self.logs(padded)])
+        for piece, first, *others in in_pieces(tensor, *parts):
+            factor = first * others[0] if others else first
+            if self.shift:
+                piece.copy_(self.moved(piece, factor))
+            else:
+                piece.mul_(factor.to(exact))
+
+    def surely_fits(self, tensor: Tensor, padded: Tensor) -> Tensor:
+        """True if no element leaves the range of its dtype when it is multiplied; no value is looked at by the host.
+
+        Where it is False, `out_of_range` knows more.
+        """
+        if not tensor.numel():
+            return torch.ones((), dtype=torch.bool, device=tensor.device)
+        limit = torch.finfo(tensor.dtype)
+        edges = [part.aminmax() for part in self.logs(padded)]
+        low, high = (float(torch.stack(x).sum().exp()) for x in zip(*edges, strict=True))
+        fits = []
+        for (piece,) in in_pieces(tensor.detach()):
+            size = piece.abs()
+            least = size.amin()
+            if not (least.device.type == "cpu" and bool(least >= limit.tiny)):  # what is tiny, or 0, may vanish
+                least = torch.where(size >= limit.tiny, size, limit.max).amin()
+            fits.append((size.amax().double() * high < limit.max) & (least.double() * low > 2 * limit.tiny))
+        return torch.stack(fits).all()
 
     def logs(self, padded: Tensor) -> list[Tensor]:
         """Logarithms of the parts of the factor, which broadcast together to its shape."""
@@ -263,25 +301,22 @@ class Symmetry:
         Args:
             log_scales: `num_scales` real numbers, any element of the symmetry group.
         """
-        here = self.local()
-        factors = here.factors(log_scales)
-        tensors = [here.values(name) for name in factors]
-        _check_range(factors, tensors, here.processes)
-        padded = self.padded(log_scales)
+        here, padded = self.local(), self.padded(log_scales)
+        _check_range(here.moving, [here.values(w.name) for w in here.moving], padded, here.processes)
+        self.rescale_within_range_(log_scales)
+
+    @torch.no_grad()
+    def rescale_within_range_(self, log_scales: Tensor) -> None:
+        """The same for log-scales of which it is known that no parameter leaves the range of its dtype."""
+        here, padded = self.local(), self.padded(log_scales)
+        tensors = [here.values(w.name) for w in here.moving]
         numbers = [(carried, carried.moved(self.model, padded)) for carried in self.carried]
-        shifts = {w.name: w for w in here.moving if w.shift}
-        # a factor may leave the range of half precision where what it makes of a weight does not
-        exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
-        moved = [f.to(t.device, x) for f, t, x in zip(factors.values(), tensors, exact, strict=True)]
         buffers = [carried.value(self.model) for carried in self.carried]
         if not all(isinstance(buffer, Tensor) for buffer in buffers):
             guard_saving_(self.model)  # numbers such as ε are in no state dict
         with tensors_kept([*tensors, *(b for b in buffers if isinstance(b, Tensor))]), self._numbers_kept():
-            for name, tensor, factor in zip(factors, tensors, moved, strict=True):
-                if name in shifts:
-                    tensor.copy_(shifts[name].moved(tensor, factors[name]))
-                else:
-                    tensor.mul_(factor)
+            for w, tensor in zip(here.moving, tensors, strict=True):
+                w.multiply_(tensor, padded)
             for (carried, value), buffer in zip(numbers, buffers, strict=True):
                 if isinstance(buffer, Tensor):
                     buffer.copy_(value)  # type: ignore[arg-type]
@@ -325,20 +360,48 @@ class Symmetry:
         return torch.cat([log_scales, log_scales.new_zeros(1)])
 
 
-def _check_range(factors: Mapping[str, Tensor], tensors: Sequence[Tensor], processes: Processes) -> None:
+def _check_range(
+    moving: Sequence[ScaledParameter], tensors: Sequence[Tensor], padded: Tensor, processes: Processes
+) -> None:
     """Refuse, before anything is changed, a tensor without data and a factor that leaves the range of its dtype."""
-    beyond = []
-    for (name, factor), tensor in zip(factors.items(), tensors, strict=True):
+    for w, tensor in zip(moving, tensors, strict=True):
         if tensor.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values to rescale")
-        beyond.append(out_of_range(tensor, factor).any().cpu())
-    flags = processes.any(torch.stack(beyond)).tolist() if beyond else []
-    for flag, (name, factor), tensor in zip(flags, factors.items(), tensors, strict=True):
+            raise ValueError(f"parameter {w.name!r} is on the meta device and has no values to rescale")
+    doubtful = not_surely_fitting(moving, tensors, padded)
+    flags = torch.zeros(len(moving), dtype=torch.bool)
+    for i in doubtful:
+        flags[i] = out_of_range(tensors[i], moving[i].factor(padded)).any()
+    for flag, w, tensor in zip(processes.any(flags).tolist(), moving, tensors, strict=True):
         if flag:
+            factor = w.factor(padded)
             by = f" by factors from {factor.min():.3g} to {factor.max():.3g}" if factor.numel() else ""
             raise OverflowError(
-                f"rescaling {name!r}{by} leaves the range of {tensor.dtype}; use smaller log_scales or a wider dtype"
+                f"rescaling {w.name!r}{by} leaves the range of {tensor.dtype}; use smaller log_scales or a wider dtype"
             )
+
+
+def not_surely_fitting(moving: Sequence[ScaledParameter], tensors: Sequence[Tensor], padded: Tensor) -> list[int]:
+    """The parameters that have to be looked at element by element: which of them a factor takes out of range.
+
+    >>> doubtful = not_surely_fitting(symmetry.moving, weights, symmetry.padded(log_scales))
+    """
+    flags = [w.surely_fits(tensor, padded) for w, tensor in zip(moving, tensors, strict=True)]
+    devices = {flag.device for flag in flags}
+    known = torch.stack(flags).tolist() if len(devices) == 1 else [bool(flag) for flag in flags]
+    return [i for i, fits in enumerate(known) if not fits]
+
+
+def in_pieces(tensor: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """A tensor, and others that broadcast to it, row by row so that a piece stays in the processor's cache."""
+    if tensor.device.type != "cpu" or tensor.numel() <= PIECE:
+        yield tensor, *others
+        return
+    rows = max(1, PIECE // tensor[0].numel())
+    for start in range(0, len(tensor), rows):
+        yield (
+            tensor[start : start + rows],
+            *(x[start : start + rows] if x.ndim == tensor.ndim and len(x) > 1 else x for x in others),
+        )
 
 
 def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
@@ -350,7 +413,7 @@ def out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
     return _out_of_range(tensor, factor)
 
 
-PIECE = 1 << 18
+PIECE = 1 << 16
 
 
 def _out_of_range(tensor: Tensor, factor: Tensor) -> Tensor:
@@ -398,11 +461,12 @@ def trace(
         raise ValueError(
             "batchnorm='ignore' takes BatchNorm for absent, so there is nothing that invariances could find"
         )
-    captured = capture(model, example_inputs, keep)
-    with torch.no_grad(), _on_the_host():
-        interpreter = Interpreter(captured, batchnorm, Norms(unwrap(model), invariances) if invariances else None)
-        interpreter.run()
-        symmetry = Symmetry(unwrap(model), captured, interpreter)
+    with uncollected():
+        captured = capture(model, example_inputs, keep)
+        with torch.no_grad(), _on_the_host():
+            interpreter = Interpreter(captured, batchnorm, Norms(unwrap(model), invariances) if invariances else None)
+            interpreter.run()
+            symmetry = Symmetry(unwrap(model), captured, interpreter)
     if batchnorm == "preserve" and verify is not False:
         return _verified(symmetry, captured, interpreter, example_inputs, asked=verify is True)
     return symmetry

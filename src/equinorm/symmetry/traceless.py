@@ -8,6 +8,7 @@ that may stay.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import random
 import sys
@@ -23,7 +24,7 @@ from torch._subclasses import FakeTensor
 
 from ..models.unwrapping import as_written
 
-__all__ = ["forgotten", "is_plain", "seed_all", "undisturbed"]
+__all__ = ["forgotten", "is_plain", "seed_all", "uncollected", "undisturbed"]
 
 MOST_ELEMENTS = 10_000
 """Containers with more elements are put back, but nobody looks into them."""
@@ -68,6 +69,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             if config is not None and cached:
                 config.use_cache = cached
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection, which would look again and again through the many objects that an export makes."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextmanager

@@ -23,7 +23,10 @@ def as_value(operand: Any) -> Value:
 
 
 def common_shape(*values: Value) -> torch.Size:
-    return torch.broadcast_shapes(*(v.shape for v in values))
+    shape, *others = (v.shape for v in values)
+    if all(other == shape for other in others):
+        return shape
+    return torch.broadcast_shapes(shape, *others)
 
 
 def joined(t: Interpreter, *values: Value) -> Value:
