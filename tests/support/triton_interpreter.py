@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch._subclasses import FakeTensor
 
+_SECOND_TRITON: dict[str, ModuleType] = {}
+
 
 def needs_triton(minor: int) -> pytest.MarkDecorator:
     """Skip a test before Triton 3.`minor`."""
@@ -26,19 +28,22 @@ def interpreted(name: str) -> ModuleType:
     """A copy of the module of that name, a package with all its files, whose kernels are interpreted.
 
     Triton decides when it is imported, and torch may have imported it by now: so with a second Triton, which
-    nobody else gets to see.
+    nobody else gets to see. It is imported once, for all of them.
     """
     pytest.importorskip("triton")
     package, _, short = name.rpartition(".")
     replaced = {key: module for key, module in sys.modules.items() if _is_replaced(key, name)}
     for key in replaced:
         del sys.modules[key]
+    sys.modules.update(_SECOND_TRITON)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(importlib.import_module(package), short, None, raising=False)  # an import puts its module there
         try:
             module = importlib.import_module(name)
-            _patch_language_once_a_launch(sys.modules["triton.runtime.interpreter"])
+            if not _SECOND_TRITON:
+                _patch_language_once_a_launch(sys.modules["triton.runtime.interpreter"])
+            _SECOND_TRITON.update({key: module for key, module in sys.modules.items() if _is_python_of_triton(key)})
             return module
         finally:
             for key in [key for key in sys.modules if _is_replaced(key, name)]:
@@ -49,9 +54,11 @@ def interpreted(name: str) -> ModuleType:
 def _is_replaced(module: str, name: str) -> bool:
     """Whether it is imported a second time: all of Triton but compiled code, which is loaded once, and what is asked
     for."""
-    if _is_in(module, "triton._C"):
-        return False
-    return _is_in(module, "triton") or _is_in(module, name)
+    return _is_python_of_triton(module) or _is_in(module, name)
+
+
+def _is_python_of_triton(module: str) -> bool:
+    return _is_in(module, "triton") and not _is_in(module, "triton._C")
 
 
 def _is_in(module: str, package: str) -> bool:
