@@ -37,6 +37,10 @@ settings.register_profile("equinorm", deadline=None, derandomize=True, suppress_
 settings.load_profile("equinorm")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    know_what_is_run(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

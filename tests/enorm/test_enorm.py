@@ -20,6 +20,7 @@ from equinorm.criteria.norm import Objective, layouts
 from equinorm.enorm.reference import balance_layers_
 from support.architectures import Architecture, example_input, mixed_plans
 from support.chains import chain, linears
+from support.grids import examples
 from support.nets import relative_error
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -701,7 +702,7 @@ def assert_same_penalty(implicit: equinorm.ImplicitENorm, counted: Any = None, *
         torch.testing.assert_close(mine, expected, **tolerance)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10, of=25))
 @given(
     plan=mixed_plans,
     p=st.sampled_from([1.0, 2.0, 3.0]),
