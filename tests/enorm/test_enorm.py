@@ -385,7 +385,9 @@ def train_on_digits(hidden: int, bias: str, lr: float, epochs: int) -> float:
         return float((net(x).argmax(1) == y).float().mean())
 
 
-@pytest.mark.parametrize(("hidden", "lr", "epochs"), [(15, 0.03, 12), (19, 0.01, 15)])
+@pytest.mark.parametrize(
+    ("hidden", "lr", "epochs"), [(15, 0.03, 12), pytest.param(19, 0.01, 15, marks=pytest.mark.slow)]
+)
 def test_deep_nets_with_safe_biases_train(hidden: int, lr: float, epochs: int) -> None:
     assert train_on_digits(hidden, "safe", lr, epochs) > 0.8
 

@@ -11,6 +11,11 @@ import pytest
 _with_slow_tests = True
 
 
+def with_slow_tests() -> bool:
+    """Whether this is more than `make test`."""
+    return _with_slow_tests
+
+
 def know_what_is_run(config: pytest.Config) -> None:
     """To be called before tests are collected."""
     global _with_slow_tests
@@ -19,7 +24,7 @@ def know_what_is_run(config: pytest.Config) -> None:
 
 def examples(often: int, *, of: int) -> int:
     """How many examples hypothesis makes: as many as `often` every time, and `of` with the slow tests."""
-    return of if _with_slow_tests else often
+    return of if with_slow_tests() else often
 
 
 def diagonal(*axes: Sequence[Any]) -> list[Any]:

@@ -205,7 +205,7 @@ def _convmixer() -> nn.Module:
 
 
 def mixer(name: str, scales: int = 1, exact: bool = False, **options: Any) -> None:
-    """Three blocks; `options` as of `timm.models.mlp_mixer.MlpMixer`, where classes of that module go by their names."""
+    """Three blocks; `options` as of `timm.models.mlp_mixer.MlpMixer`, where classes of its module go by their names."""
 
     def build() -> nn.Module:
         from timm.models import mlp_mixer
