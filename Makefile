@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # its part of the tests, and so to the fixtures of few modules, until it helps the other with the rest.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# Images for containers often forbid Python to keep what it has compiled. Then each of the many processes of the tests
+# would compile the modules of torch anew: an eighth of all their time.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -19,8 +20,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support.grids import know_what_is_run
+
 if TYPE_CHECKING:
     from support.ranks import Ranks
+
+# A shell starts what runs in the background deaf to Ctrl-C; tests of interrupts send it to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two workers with two threads each are slower on two cores than two with one, and sums come out the same
 # everywhere.
@@ -29,6 +35,10 @@ torch.set_num_threads(1)
 # Exporting a model takes a second; an example is slow because of that, not because of the test.
 settings.register_profile("equinorm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("equinorm")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    know_what_is_run(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

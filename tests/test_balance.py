@@ -21,6 +21,7 @@ from equinorm.enorm.reference import balance_layers_, objective, paper_views
 from equinorm.solver import Cycle, hold_unbalanced, minimise
 from support.architectures import Architecture, Step, example_input, homogeneous_plans
 from support.chains import chain, linears
+from support.grids import examples
 from support.nets import Net, double_and_trace, relative_error
 
 
@@ -152,7 +153,7 @@ def test_cycles_never_raise_the_norm_and_converge_to_the_optimum(name: str) -> N
     assert values[-1] == pytest.approx(float(best.point.value), rel=1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, of=40))
 @given(homogeneous_plans, st.integers(0, 5))
 def test_generated_nets(plan: list[Step], seed: int) -> None:
     model, x, symmetry = double_and_trace(Architecture(plan), example_input())
@@ -176,7 +177,7 @@ def test_generated_nets(plan: list[Step], seed: int) -> None:
 # -- against algorithm 1 in plain lines --------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, of=40))
 @given(
     widths=st.lists(st.integers(1, 6), min_size=3, max_size=6),
     p=st.sampled_from([1.0, 2.0, 3.0]),

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 import equinorm
 from equinorm.comparison import compare
 from support.architectures import SIZE, Architecture, mixed_plans
+from support.grids import examples
 from support.nets import outputs, relative_error
 
 X = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 FEW: Any = settings(
-    max_examples=6,
+    max_examples=examples(4, of=6),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

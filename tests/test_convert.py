@@ -26,6 +26,10 @@ from equinorm.norms.layers import TLU, BatchRenorm2d, FilterResponseNorm, MeanOn
 from equinorm.registry import _METHODS, find_method, methods, register_method
 
 NAMES = [method.name for method in methods() if method.name != "caps"]  # which have tests of their own
+WITH_STATISTICS = {
+    *("equinorm", "batchnorm", "batchrenorm", "mean_only_batchnorm", "weightnorm_mean_only"),
+    "weight_standardization",  # which keeps the batch norms
+}
 
 
 class Block(nn.Module):
@@ -242,23 +246,8 @@ class TestEveryMethod:
         assert torch.equal(model(x), before)  # the model itself is as it was
         assert all(type(m) in (nn.Conv2d, nn.Linear) for m in plain.modules() if isinstance(m, nn.Conv2d | nn.Linear))
 
-    @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
-    def test_compiles_to_one_graph_once(self, name: str, mode: bool, converted: Any) -> None:
-        model = copy.deepcopy(converted[name][0]).train(mode)
-        twin = copy.deepcopy(model)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-6) for m in (model, twin)]
-        torch._dynamo.reset()
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            compiled = torch.compile(model, backend="eager", fullgraph=True)
-            for _ in range(3):
-                outputs = [m(images()) for m in (compiled, twin)]
-                torch.testing.assert_close(*outputs)
-                for output, optimizer in zip(outputs, optimizers, strict=True):
-                    optimizer.zero_grad()
-                    output.square().sum().backward()
-                    optimizer.step()
-        torch.testing.assert_close(model.state_dict(), twin.state_dict())
-        torch._dynamo.reset()
+    def test_compiles_to_one_graph_once(self, name: str, converted: Any) -> None:
+        check_compiled(copy.deepcopy(converted[name][0]))
 
     def test_gradients_accumulate(self, name: str, converted: Any) -> None:
         """Without statistics as over the whole batch; with them as the sum over parts that are normed by themselves."""
@@ -298,6 +287,31 @@ class TestEveryMethod:
         loaded = pickle.loads(pickle.dumps(model))
         assert torch.equal(loaded(images()), model(images()))
         assert_same_state(loaded, model)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in WITH_STATISTICS else [pytest.mark.slow]) for name in NAMES]
+)
+def test_compiles_to_one_graph_once_in_evaluation(name: str, converted: Any) -> None:
+    """Which is something else where statistics are kept; the others are slow."""
+    check_compiled(copy.deepcopy(converted[name][0]).eval())
+
+
+def check_compiled(model: nn.Module) -> None:
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-6) for m in (model, twin)]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(3):
+            outputs = [m(images()) for m in (compiled, twin)]
+            torch.testing.assert_close(*outputs)
+            for output, optimizer in zip(outputs, optimizers, strict=True):
+                optimizer.zero_grad()
+                output.square().sum().backward()
+                optimizer.step()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    torch._dynamo.reset()
 
 
 def assert_same_state(a: nn.Module, b: nn.Module) -> None:

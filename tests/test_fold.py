@@ -21,6 +21,7 @@ from equinorm.msr import InputNoise, mean_shift_rejection_
 from equinorm.normprop import NormalizationPropagation
 from equinorm.norms.layers import BatchRenorm1d, BatchRenorm2d, MeanOnlyBatchNorm2d
 from equinorm.weightnorm import scaled_weight_norm_, weight_norm_
+from support.grids import examples
 from test_convert import Net, NormAct, Padded, Plain, Scaled, Small, images, train
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -456,7 +457,7 @@ PROGRAMS = st.lists(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(8, of=15))
 @given(PROGRAMS)
 def test_random_programs_fold(steps: list[tuple[str, int, int]]) -> None:
     model = randomized(Program(steps))
@@ -467,7 +468,7 @@ def test_random_programs_fold(steps: list[tuple[str, int, int]]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(8, of=15))
 @given(PROGRAMS, st.sampled_from(["equinorm", "weightnorm", "frn", "groupnorm", "none", "normprop", "msr"]))
 def test_random_programs_convert(steps: list[tuple[str, int, int]], method: str) -> None:
     """What is converted runs, converts no further, and folds; what is not convertible is an error."""
@@ -487,7 +488,7 @@ def test_random_programs_convert(steps: list[tuple[str, int, int]], method: str)
 
 
 @given(PROGRAMS)
-@settings(max_examples=15)
+@settings(max_examples=examples(8, of=15))
 def test_random_programs_keep_their_function_without_norms(steps: list[tuple[str, int, int]]) -> None:
     """Norms with mean 0 and variance 1 are nothing but gain and offset, which `none` hands to the layers."""
     model = randomized(Program(steps))

@@ -18,6 +18,7 @@ import equinorm
 from equinorm import launch as dispatch
 from equinorm.msr import InputNoise, MeanShiftRejection, mean_shift_rejection_, parameter_groups
 from equinorm.nn import EquiNormConv2d, EquiNormLinear, SummingReLU
+from support.changes import have_changed
 from support.triton_interpreter import needs_triton
 
 pytest.importorskip("triton")
@@ -62,11 +63,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def only(often: tuple[Any, ...], *axes: Sequence[Any]) -> list[Any]:
-    """All cells of a grid, slow but for one, which has the most code in it: what is left out differs little."""
+def only(often: tuple[Any, ...], *axes: Sequence[Any], marks: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:
+    """All cells of a grid, slow but for one, which has the most code in it (what is left out differs little) and has
+    these marks."""
     cells = list(product(*axes))
     assert often in cells
-    return [pytest.param(*cell, marks=[] if cell == often else [pytest.mark.slow]) for cell in cells]
+    return [pytest.param(*cell, marks=marks if cell == often else [pytest.mark.slow]) for cell in cells]
 
 
 def images(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -80,12 +82,14 @@ def back(out: Tensor) -> None:
 # -- the laboratory's --------------------------------------------------------------------------------------------------
 
 
-# One setting of each every time and the others in `make test-all`: nobody but the laboratory launches them.
+# One setting of each when they or their nets have changed, and all in `make test-all`: nobody but the laboratory
+# launches them.
+OFTEN = [] if have_changed("src/equinorm/lab/nets", "src/equinorm/launch.py") else [pytest.mark.slow]
 SHAPES = [(9, 16, 32, 32), (4, 64, 8, 8), (4, 16, 8, 8)]
 
 
 @needs_triton(3)
-@pytest.mark.parametrize(("shape", "biased"), only(((4, 16, 8, 8), True), SHAPES, [True, False]))
+@pytest.mark.parametrize(("shape", "biased"), only(((4, 16, 8, 8), True), SHAPES, [True, False], marks=OFTEN))
 def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], biased: bool) -> None:
     from equinorm.lab.nets.kernels import convolution
 
@@ -102,7 +106,7 @@ def test_convolution(compiled: set[str], shape: tuple[int, int, int, int], biase
     assert compiled == {"_convolve", "_sum_parts"} | ({"_weight_parts"} if channels > 16 else set())
 
 
-@pytest.mark.parametrize(("dtype", "plus"), only((torch.bfloat16, True), DTYPES, [False, True]))
+@pytest.mark.parametrize(("dtype", "plus"), only((torch.bfloat16, True), DTYPES, [False, True], marks=OFTEN))
 def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> None:
     from equinorm.lab.nets.kernels import normalization
 
@@ -118,7 +122,7 @@ def test_normalization(compiled: set[str], dtype: torch.dtype, plus: bool) -> No
     assert compiled == {"_moments", "_normalize", "_backward_sums", "_backward"}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("dtype", only((torch.bfloat16,), DTYPES, marks=OFTEN))
 def test_pooling(compiled: set[str], dtype: torch.dtype) -> None:
     from equinorm.lab.nets.kernels import pooling
 

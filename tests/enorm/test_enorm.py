@@ -20,6 +20,7 @@ from equinorm.criteria.norm import Objective, layouts
 from equinorm.enorm.reference import balance_layers_
 from support.architectures import Architecture, example_input, mixed_plans
 from support.chains import chain, linears
+from support.grids import examples
 from support.nets import relative_error
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -384,7 +385,9 @@ def train_on_digits(hidden: int, bias: str, lr: float, epochs: int) -> float:
         return float((net(x).argmax(1) == y).float().mean())
 
 
-@pytest.mark.parametrize(("hidden", "lr", "epochs"), [(15, 0.03, 12), (19, 0.01, 15)])
+@pytest.mark.parametrize(
+    ("hidden", "lr", "epochs"), [(15, 0.03, 12), pytest.param(19, 0.01, 15, marks=pytest.mark.slow)]
+)
 def test_deep_nets_with_safe_biases_train(hidden: int, lr: float, epochs: int) -> None:
     assert train_on_digits(hidden, "safe", lr, epochs) > 0.8
 
@@ -701,7 +704,7 @@ def assert_same_penalty(implicit: equinorm.ImplicitENorm, counted: Any = None, *
         torch.testing.assert_close(mine, expected, **tolerance)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10, of=25))
 @given(
     plan=mixed_plans,
     p=st.sampled_from([1.0, 2.0, 3.0]),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import equinorm
 from equinorm.enorm.sgd import ENormSGD
+from support.grids import examples
 
 
 def net(*widths: int) -> nn.Sequential:
@@ -44,7 +45,7 @@ def assert_same(one: nn.Module, two: nn.Module, rtol: float = 1e-10) -> None:
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-13)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(8, of=20))
 @given(
     widths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     averages=st.sampled_from(

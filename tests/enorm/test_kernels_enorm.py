@@ -28,7 +28,7 @@ from equinorm.enorm.steps.tables import step_tables
 from equinorm.lab import nets as models
 from equinorm.symmetry import ScaledParameter, Term
 from support.architectures import Architecture, example_input, homogeneous_plans
-from support.grids import diagonal
+from support.grids import diagonal, examples
 from support.triton_interpreter import interpreted
 
 # sizes so small that every loop runs several times
@@ -50,7 +50,7 @@ SMALL = Tiles(
     wide=24,
 )
 # the interpreter is slow, and shrinking an example runs it many times
-quick = settings(max_examples=7, phases=(Phase.explicit, Phase.generate))
+quick = settings(max_examples=examples(4, of=7), phases=(Phase.explicit, Phase.generate))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
-"""What two processes do in `test_equilibrium.py`: a module of its own, since each of them imports it anew."""
+"""What two processes do in `test_equilibrium.py`: a module of its own, since each of them imports it."""
 
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,18 +41,12 @@ def _data() -> tuple[Tensor, Tensor]:
     return torch.rand(6, 3, 8, 8, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    # a process that waits for the other in vain fails instead of hanging
-    dist.init_process_group("gloo", store, timedelta(seconds=60), world_size=2, rank=rank)
-    try:
-        _over_the_group(rank)
-        _per_process(rank)
-        _unequal_batches(rank)
-        _copies(rank)
-    finally:
-        dist.destroy_process_group()
+def compute_together() -> None:
+    rank = dist.get_rank()
+    _over_the_group(rank)
+    _per_process(rank)
+    _unequal_batches(rank)
+    _copies(rank)
 
 
 def _over_the_group(rank: int) -> None:

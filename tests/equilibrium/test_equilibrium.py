@@ -7,18 +7,17 @@ import inspect
 import io
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks_equilibrium import run_rank
+from ranks_equilibrium import compute_together
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
@@ -37,6 +36,7 @@ from equinorm.equilibrium.functional import with_offset
 from equinorm.equilibrium.reference import equinorm_conv
 from equinorm.nn import EquiNormConv1d, EquiNormConv2d, EquiNormConv3d, EquiNormConvTranspose2d, EquiNormLinear
 from support.grids import diagonal
+from support.ranks import Ranks
 
 # torch's own remark on "same" padding of even kernels
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
@@ -907,8 +907,8 @@ def test_trains() -> None:
 # -- several processes -------------------------------------------------------------------------------------------
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(run_rank, (str(tmp_path),), nprocs=2)
+def test_two_processes(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(compute_together)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])

@@ -12,7 +12,7 @@ from equinorm.lab.experiments.artifacts import PAPERS, all_artifacts
 from equinorm.lab.experiments.reproduce import chosen
 from equinorm.lab.training.store import Store
 
-SOME = ("stock2019", "repro2019", "private", "federated", "deep")
+SOME = ("stock2019/table2", "stock2019/tuning-small-batches", "repro2019", "private", "federated", "deep")
 """Recipes that run every time: one of each kind of training. The slow tests run all."""
 
 

@@ -439,10 +439,11 @@ def work(folder: str, worker: int) -> None:
                     os.write(log, f"{worker} {seed}\n".encode())
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_grid_shared_by_processes_of_which_one_is_killed(tmp_path: Path) -> None:
     """Every run is finished once, whichever process dies when; what it was at is taken over at once."""
-    spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=work, args=(str(tmp_path), i)) for i in range(2)]
+    fork = multiprocessing.get_context("fork")  # which need not import torch again
+    workers = [fork.Process(target=work, args=(str(tmp_path), i)) for i in range(2)]
     for worker in workers:
         worker.start()
     try:

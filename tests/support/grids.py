@@ -1,4 +1,4 @@
-"""Grids of parameters of which some cells are run every time, and all of them with the slow tests."""
+"""Some of many cases are run every time, and all of them with the slow tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from itertools import product
 from typing import Any
 
 import pytest
+
+_with_slow_tests = True
+
+
+def with_slow_tests() -> bool:
+    """Whether this is more than `make test`."""
+    return _with_slow_tests
+
+
+def know_what_is_run(config: pytest.Config) -> None:
+    """To be called before tests are collected."""
+    global _with_slow_tests
+    _with_slow_tests = config.getoption("markexpr").strip() != "not slow"
+
+
+def examples(often: int, *, of: int) -> int:
+    """How many examples hypothesis makes: as many as `often` every time, and `of` with the slow tests."""
+    return of if with_slow_tests() else often
 
 
 def diagonal(*axes: Sequence[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from types import ModuleType
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from torch._subclasses import FakeTensor
+
+_SECOND_TRITON: dict[str, ModuleType] = {}
 
 
 def needs_triton(minor: int) -> pytest.MarkDecorator:
@@ -26,19 +29,23 @@ def interpreted(name: str) -> ModuleType:
     """A copy of the module of that name, a package with all its files, whose kernels are interpreted.
 
     Triton decides when it is imported, and torch may have imported it by now: so with a second Triton, which
-    nobody else gets to see.
+    nobody else gets to see. It is imported once, for all of them.
     """
     pytest.importorskip("triton")
     package, _, short = name.rpartition(".")
     replaced = {key: module for key, module in sys.modules.items() if _is_replaced(key, name)}
     for key in replaced:
         del sys.modules[key]
+    sys.modules.update(_SECOND_TRITON)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(importlib.import_module(package), short, None, raising=False)  # an import puts its module there
         try:
             module = importlib.import_module(name)
-            _patch_language_once_a_launch(sys.modules["triton.runtime.interpreter"])
+            if not _SECOND_TRITON:
+                _patch_language_once_a_launch(sys.modules["triton.runtime.interpreter"])
+                _look_for_no_overflows(sys.modules["triton.runtime.interpreter"])
+            _SECOND_TRITON.update({key: module for key, module in sys.modules.items() if _is_python_of_triton(key)})
             return module
         finally:
             for key in [key for key in sys.modules if _is_replaced(key, name)]:
@@ -49,9 +56,11 @@ def interpreted(name: str) -> ModuleType:
 def _is_replaced(module: str, name: str) -> bool:
     """Whether it is imported a second time: all of Triton but compiled code, which is loaded once, and what is asked
     for."""
-    if _is_in(module, "triton._C"):
-        return False
-    return _is_in(module, "triton") or _is_in(module, name)
+    return _is_python_of_triton(module) or _is_in(module, name)
+
+
+def _is_python_of_triton(module: str) -> bool:
+    return _is_in(module, "triton") and not _is_in(module, "triton._C")
 
 
 def _is_in(module: str, package: str) -> bool:
@@ -76,6 +85,15 @@ def _patch_language_once_a_launch(interpreter: Any) -> None:
         return call(*arguments, **options)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch
+
+
+def _look_for_no_overflows(interpreter: Any) -> None:
+    """Triton's interpreter calculates of all sums and products of integers whether they overflow, and drops what it
+    finds, as it is not in debug mode: a third of its time. A GPU does not look for them either."""
+    builder = interpreter.interpreter_builder
+    if hasattr(builder.options, "sanitize_overflow"):
+        assert not builder.options.debug
+        builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 class Wrapped(NamedTuple):

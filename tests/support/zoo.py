@@ -70,18 +70,12 @@ vision("efficientnet_b0", scales=16 + 24 + 40 + 80 + 112 + 192 + 320, exact=True
 vision("efficientnet_v2_s", size=32, scales=48 + 64 + 128 + 160 + 256, exact=True)
 vision("regnet_x_400mf", scales=10_000)
 vision("regnet_y_400mf", scales=10_288, exact=True)
-# Per block the norm and the end of the branch (before its layer scale), 2 * 6,624; the norms between the
-# stages, 672, and the last, 768. The streams end in norms and are frozen.
-vision("convnext_tiny", size=32, scales=14_688, exact=True)
 # No sums at all, only concatenation and shuffling: all channels of all norms.
 vision("shufflenet_v2_x0_5", scales=3_976, exact=True)
 vision("shufflenet_v2_x1_0", scales=8_090, exact=True)
 # 96 (64), and 2 * (144 + 288 + 432 + 576) in the fire modules.
 vision("squeezenet1_0", scales=96 + 2_880, exact=True)
 vision("squeezenet1_1", scales=64 + 2_880, exact=True)
-# Two norms, queries against keys, and values for each block, 4 * 4,416; norms between the stages
-# 384 + 768 + 1,536; the last 768.
-vision("swin_t", size=64, scales=4 * 4_416 + 2_688 + 768, exact=True)
 # Norms at the ends of branches: streams 96 + 192 + 384, values 4,416, the last norm, 12 position MLPs of 512.
 vision("swin_v2_t", size=64, scales=672 + 4_416 + 768 + 12 * 512)
 # As ResNet-50, with the 512 channels of the head and the 256 of the auxiliary one.
@@ -116,6 +110,23 @@ def _maxvit() -> nn.Module:
     )
 
 
+def _convnext() -> nn.Module:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    return ConvNeXt([CNBlockConfig(32, 64, 2), CNBlockConfig(64, 128, 1), CNBlockConfig(128, None, 1)], num_classes=5)
+
+
+def _swin() -> nn.Module:
+    from torchvision.models import SwinTransformer
+
+    return SwinTransformer([4, 4], embed_dim=48, depths=[2, 2, 2], num_heads=[3, 6, 12], window_size=[7, 7])
+
+
+# Per block the norm and the end of the branch (before its layer scale); the norms between the stages, and the last.
+# The streams end in norms and are frozen.
+TORCHVISION["convnext"] = Entry(_convnext, image(32), scales=2 * (2 * 32 + 64 + 128) + 32 + 64 + 128, exact=True)
+# Two norms, queries against keys, and values for each block; norms between the stages, four patches wide; the last.
+TORCHVISION["swin"] = Entry(_swin, image(64), scales=4 * 2 * (48 + 96 + 192) + 4 * (48 + 96) + 192, exact=True)
 # Two norms, queries and keys, values per block of 32; the last norm.
 TORCHVISION["vision_transformer"] = Entry(_vision_transformer, image(32), scales=2 * 128 + 32, exact=True)
 TORCHVISION["maxvit"] = Entry(_maxvit, image(32), scales=100)
@@ -162,30 +173,24 @@ timm_model("resnetv2_50", size=32, scales=22_720, exact=True)
 # Standardized weights cannot take up the scale of their inputs, so hidden channels are frozen.
 timm_model("nf_resnet26", size=32, scales=0, exact=True)
 timm_model("nf_regnet_b0")
-# Token mixing shares its weight over the channels: 1 for the norm before it, 512 for the other norm.
-timm_model("mixer_s32_224", scales=8 * (1 + 512) + 512, exact=True, img_size=64)
-# Affine maps instead of norms, so the stream is free: 384. Per block 1 and 1 around the token mixing (as
-# above), 384 before the MLP and 384 before its layer scale; 384 behind the last affine map.
-timm_model("resmlp_12_224", scales=384 + 12 * (1 + 1 + 384 + 384) + 384, exact=True, img_size=64)
-timm_model("gmlp_ti16_224", img_size=64)
 timm_model("deit_tiny_patch16_224", scales=3 * 4 * 192 + 192, exact=True, img_size=64, depth=3)
 # Two norms, queries and keys, values, and two layer scales in each of 3 + 2 blocks; the last norm.
 timm_model("cait_xxs24_224", scales=5 * 6 * 192 + 192, exact=True, img_size=64, depth=3)
 timm_model("xcit_nano_12_p16_224", img_size=64, depth=3)
-timm_model("levit_128s", size=224)
-timm_model("coat_lite_tiny", img_size=64)
-timm_model("pvt_v2_b0")
+timm_model("levit_128s", size=224, depth=(2, 1, 1))
+timm_model("coat_lite_tiny", img_size=64, serial_depths=(1, 2, 1, 1))
+timm_model("pvt_v2_b0", depths=(2, 1, 1, 1))
 # Its linear attention casts to float32, and rounds as that does.
-timm_model("efficientvit_b0", tolerance=1e-6)
+timm_model("efficientvit_b0", tolerance=1e-6, depths=(1, 1, 1, 2))
 # Pooling keeps the first norm's scales up to the layer scale; second norm; end of the MLP. Last norm 512.
-timm_model("poolformer_s12", scales=3 * (2 * 64 + 2 * 128 + 6 * 320 + 2 * 512) + 512, exact=True)
+timm_model("poolformer_s12", scales=3 * (64 + 128 + 2 * 320 + 512) + 512, exact=True, layers=(1, 1, 2, 1))
 timm_model("repvgg_a0")
 timm_model("ghostnet_100")
 timm_model("hrnet_w18_small")
-timm_model("convnextv2_atto")
+timm_model("convnextv2_atto", depths=(1, 1, 2, 1))
 timm_model("mobilevit_xxs")
-timm_model("edgenext_xx_small")
-timm_model("skresnet18")
+timm_model("edgenext_xx_small", depths=(1, 1, 2, 1))
+timm_model("skresnet18", layers=(2, 1, 1, 1))
 timm_model("res2net50_14w_8s", size=32)
 timm_model("dla34", size=32)
 timm_model("ese_vovnet19b_dw", size=32)
@@ -199,6 +204,25 @@ def _convmixer() -> nn.Module:
     return ConvMixer(dim=32, depth=3, kernel_size=5, patch_size=4, num_classes=5, act_layer=nn.ReLU)
 
 
+def mixer(name: str, scales: int = 1, exact: bool = False, **options: Any) -> None:
+    """Three blocks; `options` as of `timm.models.mlp_mixer.MlpMixer`, where classes of its module go by their names."""
+
+    def build() -> nn.Module:
+        from timm.models import mlp_mixer
+
+        given = {key: getattr(mlp_mixer, value) if isinstance(value, str) else value for key, value in options.items()}
+        return mlp_mixer.MlpMixer(5, img_size=64, num_blocks=3, embed_dim=64, **given)
+
+    TIMM[name] = Entry(build, image(64), scales, exact)
+
+
+# Token mixing shares its weight over the channels: 1 for the norm before it, 64 for the other norm.
+mixer("mixer", scales=3 * (1 + 64) + 64, exact=True)
+# Affine maps instead of norms, so the stream is free: 64. Per block 1 and 1 around the token mixing (as above), 64
+# before the MLP and 64 before its layer scale; 64 behind the last affine map.
+resmlp = {"mlp_ratio": 4, "block_layer": "ResBlock", "norm_layer": "Affine"}
+mixer("resmlp", scales=64 + 3 * (1 + 1 + 64 + 64) + 64, exact=True, **resmlp)
+mixer("gmlp", mlp_ratio=6, block_layer="SpatialGatingBlock", mlp_layer="GatedMlp")
 # The first stream is the stem's norm, the next each block's last norm; a skip ties the depthwise norm to it.
 TIMM["convmixer"] = Entry(_convmixer, image(32), scales=4 * 32, exact=True)
 

@@ -22,6 +22,7 @@ from support.architectures import (
     homogeneous_plans,
     mixed_plans,
 )
+from support.grids import examples
 from support.nets import assert_function_kept, double_and_trace
 
 
@@ -31,19 +32,19 @@ def check(plan: list[Step], training: bool = False) -> None:
     assert_function_kept(model, x, sym, seed=1, tolerance=1e-11)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(15, of=40))
 @given(homogeneous_plans)
 def test_homogeneous_architectures(plan: list[Step]) -> None:
     check(plan)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20, of=60))
 @given(mixed_plans)
 def test_architectures_with_barriers(plan: list[Step]) -> None:
     check(plan)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(8, of=15))
 @given(mixed_plans)
 def test_architectures_in_training_mode(plan: list[Step]) -> None:
     """Batch statistics and buffer updates are part of the graph."""
@@ -56,7 +57,7 @@ def test_every_kind_alone(kind: str) -> None:
     check([("conv", 1, 0), (kind, 1, 1), ("conv", 2, 1), ("relu", 0, 0)])
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(8, of=15))
 @given(mixed_plans)
 @example([("norm", 0, 0), ("dropout", 0, 0)])
 def test_tracing_leaves_no_trace(plan: list[Step]) -> None:

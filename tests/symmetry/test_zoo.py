@@ -21,14 +21,17 @@ LONG = {
     "lraspp_mobilenet_v3_large",
     "mc3_18",
     "mistral",
+    "mixtral",  # its experts are those of `test_experts.py`
     "mnasnet0_5",
     "mobilenet_v3_large",
     "mobileone_s0",
     "nf_resnet26",
     "r3d_18",
+    "qwen2",
     "regnet_x_400mf",
     "res2net50_14w_8s",
     "resnet34",
+    "resnet50",
     "resnetv2_50",
     "resnext50_32x4d",
     "shufflenet_v2_x0_5",
@@ -51,9 +54,3 @@ def test_function_is_kept(entry: zoo.Entry) -> None:
     sym = equinorm.trace(model, example)
     assert sym.num_scales == entry.scales if entry.exact else sym.num_scales >= entry.scales
     assert_function_kept(model, example, sym, tolerance=entry.tolerance, copies=False)
-
-
-def test_the_zoo_is_as_large_as_it_says() -> None:
-    assert len(zoo.TORCHVISION) >= 30
-    assert len(zoo.TIMM) >= 12
-    assert len(zoo.TRANSFORMERS) >= 12

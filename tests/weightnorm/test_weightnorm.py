@@ -34,6 +34,7 @@ from equinorm.weightnorm import (
     weight_norm_,
     weight_standardization_,
 )
+from support.grids import diagonal
 
 Apply = Callable[..., LayerReport]
 METHODS: dict[str, Apply] = {
@@ -545,8 +546,9 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std()) / math.sqrt(len(values))
 
 
-@pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
-@pytest.mark.parametrize("layer", ["linear 40-25", "linear 25-40", "conv", "grouped conv"])
+@pytest.mark.parametrize(
+    ("layer", "relu"), diagonal(("linear 40-25", "linear 25-40", "conv", "grouped conv"), (True, False))
+)
 def test_a_layer_keeps_the_squared_norm_in_expectation(layer: str, relu: bool) -> None:
     """E‖v‖² = ‖u‖², over 1,000 draws of the layer and within 3 standard errors."""
 
