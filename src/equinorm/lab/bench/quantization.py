@@ -252,7 +252,7 @@ class _Case:
         criterion: Criterion
         if method.startswith("Quantization"):
             calibrated = "images" in method
-            batches = [torch.cat(self.calibration())] if calibrated else None
+            batches = self.calibration() if calibrated else None  # one by one: a third of the time of all at once
             criterion = Quantization(bits, per, batches, sensitivities=self.sensitivities(calibrated))
         else:
             criterion = {"least L2 norm": Norm(), "Range": Range()}[method]
