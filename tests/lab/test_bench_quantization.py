@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from equinorm.errors import UserError
+from equinorm.lab.bench import equalizers, networks_in_wheels
 from equinorm.lab.bench import quantization as bench
 from equinorm.lab.bench.run import run
 
@@ -23,7 +24,7 @@ def small(name: str = "") -> nn.Module:
     torch.manual_seed(0)
     first, depthwise = nn.Conv2d(3, 4, 7, stride=7, bias=False), nn.Conv2d(4, 4, 3, groups=4, bias=False)
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1000)]
-    model = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), depthwise, nn.BatchNorm2d(4), nn.ReLU(), *head)
+    model = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU6(), depthwise, nn.BatchNorm2d(4), nn.ReLU6(), *head)
     for module in model:
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.1, 4)
@@ -102,3 +103,68 @@ def test_without_data_it_says_what_to_give(tmp_path: Path) -> None:
         run(("quantization",), tmp_path, device="cpu")
     with pytest.raises(UserError, match=r"val224\.tar"):
         bench.images(tmp_path / "val224.tar")
+
+
+class Padded(nn.Conv2d):
+    """A convolution of "same" padding as EfficientNet-lite's package writes it, for inputs of even size."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
+        super().__init__(inputs, outputs, kernel, stride)
+        more = kernel - stride
+        self.static_padding = nn.ZeroPad2d((more // 2, more - more // 2) * 2) if more > 0 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(self.static_padding(x), self.weight, self.bias, self.stride)
+
+
+def test_other_programs_get_plain_convolutions_that_compute_the_same() -> None:
+    torch.manual_seed(0)
+    layers = [
+        Padded(3, 4, 3, 2),
+        nn.ReLU6(),
+        Padded(4, 5, 5, 2),
+        nn.ReLU6(),
+        Padded(5, 6, 1),
+        nn.ReLU6(),
+        Padded(6, 2, 3),
+    ]
+    net, x = nn.Sequential(*layers), 5 * torch.randn(2, 3, 16, 16)
+    plain = equalizers.with_plain_convolutions(net)
+    assert not any(isinstance(module, Padded) for module in plain.modules())
+    torch.testing.assert_close(plain(x), net(x))
+    with_relus = equalizers.with_relus(plain)
+    assert not any(isinstance(module, nn.ReLU6) for module in with_relus.modules())
+    assert any(isinstance(module, nn.ReLU6) for module in plain.modules())
+
+
+def test_what_is_measured_beside_it_is_only_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equalizers, "installed", lambda program: False)
+    alone = list(bench.wanted("efficientnet-lite0"))
+    assert not any(method in (*bench.RIVALS, bench.RELUS) for *_, method in alone)
+    monkeypatch.setattr(equalizers, "installed", lambda program: program == "brevitas")
+    more = [key for key in bench.wanted("efficientnet-lite0") if key not in alone]
+    assert {method for *_, method in more} == {bench.RELUS, *(name for name in bench.RIVALS if "brevitas" in name)}
+    assert list(bench.wanted("minilm")) == [("minilm", *key) for _, *key in alone]
+
+
+def test_tones_are_frames_of_a_pitch() -> None:
+    frames = networks_in_wheels.tones(20, seed=0)
+    assert frames.shape == (20, 1024)
+    torch.testing.assert_close(frames.mean(1), torch.zeros(20), rtol=0, atol=1e-5)
+    torch.testing.assert_close(frames.std(1), torch.ones(20))
+    assert not torch.equal(frames, networks_in_wheels.tones(20, seed=1))
+
+
+@pytest.mark.parametrize(("name", "size"), [("mtcnn-p", 48), ("mtcnn-r", 24), ("mtcnn-o", 48)])
+def test_mtcnn_has_its_heads(name: str, size: int) -> None:
+    (*shape,), _, side = networks_in_wheels.MTCNN[name]
+    outputs = networks_in_wheels.Mtcnn(*shape)(torch.randn(2, 3, side, side))
+    assert side == size
+    assert [x.shape[1] for x in outputs] == shape[-1]
+    torch.testing.assert_close(outputs[0].sum(1), torch.ones_like(outputs[0][:, 0]))
+
+
+def test_sentences_are_no_two_alike() -> None:
+    found = networks_in_wheels.sentences()
+    assert len(found) == len(set(found)) > 400
+    assert all(30 < len(sentence) <= 202 for sentence in found)
