@@ -59,7 +59,7 @@ def test_rows_are_written_one_by_one_and_not_measured_again(folder: Path, monkey
     for module in ("onnx", "onnxruntime", "onnxscript"):
         pytest.importorskip(module)
     monkeypatch.setattr(bench, "network", small)
-    monkeypatch.setattr(bench, "FORMATS", ((4, "tensor"),))
+    monkeypatch.setattr(bench, "FORMATS", ((4, "tensor", False), (3, "channel", True)))
     monkeypatch.setattr(bench, "CALIBRATION", 2)
     log = folder / "log.jsonl"
     rows = bench.measure(["efficientnet-lite0"], folder, log, {}, time.monotonic() + 600, lambda text: None)

@@ -64,24 +64,30 @@ CLASSES = {
 """Imagenette's classes in the usual order of ImageNet's 1,000."""
 CLASSIFIERS = {"efficientnet-lite0": "Lite0", "efficientnet-lite1": "Lite1"}
 NETWORKS = (*CLASSIFIERS, *networks_in_wheels.LOADERS)
-Format = tuple[int, str | int]
+Format = tuple[int, str | int, bool]
 FORMATS: tuple[Format, ...] = (
-    (8, "tensor"),
-    (6, "tensor"),
-    (4, "channel"),
-    (8, "channel"),
-    (6, "channel"),
-    (4, 32),
-    (6, 32),
-    (8, 32),
-    (4, "tensor"),
+    (8, "tensor", False),
+    (6, "tensor", False),
+    (4, "channel", False),
+    (8, "channel", False),
+    (6, "channel", False),
+    (4, 32, False),
+    (6, 32, False),
+    (8, 32, False),
+    (4, "tensor", False),
+    (4, "channel", True),
 )
+"""Bits, what shares a step, and whether the most negative integer is used."""
 METHODS = ("as it is", "least L2 norm", "Range", "Quantization", "Quantization, 64 images")
 RELUS = "ReLUs for ReLU6"
 RIVALS = tuple(f"{program}, {of}" for program in equalizers.PROGRAMS for of in ("ReLU6 kept", RELUS))
 """Equalized by other people's programs; of these formats the first three are measured."""
 CALIBRATION = 64
 SIZE = 224
+
+
+Key = tuple[str, int, str | int, bool, str]
+"""Network, format and method of a row."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,11 @@ class Row:
     value_after: float | None = None
     seconds: float = 0.0  # to balance
     scales: int = 0
+    full_range: bool = False
 
     @property
-    def key(self) -> tuple[str, int, str | int, str]:
-        return self.network, self.bits, self.per, self.method
+    def key(self) -> Key:
+        return self.network, self.bits, self.per, self.full_range, self.method
 
 
 # -- images and networks -----------------------------------------------------------------------------------------------
@@ -220,12 +227,12 @@ class Outputs:
 
 
 @torch.no_grad()
-def coarse(model: nn.Module, bits: int, per: str | int) -> nn.Module:
+def coarse(model: nn.Module, bits: int, per: str | int, full_range: bool = False) -> nn.Module:
     """A copy with rounded weights."""
     twin = copy.deepcopy(model)
     for w in twin.parameters():
         if w.ndim > 1:
-            w.copy_(rounded(w.double(), bits, per))
+            w.copy_(rounded(w.double(), bits, per, full_range))
     return twin
 
 
@@ -264,7 +271,7 @@ class _Case:
             self._sensitivities[calibrated] = sensitivities(self.model, batches)
         return self._sensitivities[calibrated]
 
-    def balanced(self, method: str, bits: int, per: str | int) -> tuple[nn.Module, Any]:
+    def balanced(self, method: str, bits: int, per: str | int, full_range: bool) -> tuple[nn.Module, Any]:
         if method in self._balanced:  # its criterion does not ask for the format
             return self._balanced[method]
         if method == "as it is":
@@ -273,7 +280,8 @@ class _Case:
         if method.startswith("Quantization"):
             calibrated = "images" in method
             batches = self.calibration() if calibrated else None  # one by one: a third of the time of all at once
-            criterion = Quantization(bits, per, batches, sensitivities=self.sensitivities(calibrated))
+            known = self.sensitivities(calibrated)
+            criterion = Quantization(bits, per, batches, full_range=full_range, sensitivities=known)
         else:
             criterion = {"least L2 norm": Norm(), "Range": Range()}[method]
         model = copy.deepcopy(self.model)
@@ -285,22 +293,23 @@ class _Case:
             self._balanced[method] = model, report
         return model, report
 
-    def row(self, bits: int, per: str | int, method: str) -> Row:
+    def row(self, bits: int, per: str | int, full_range: bool, method: str) -> Row:
         if bits == 32:
-            return self._row(bits, per, method, self.reference, {})
-        model, report = self.balanced(method, bits, per)
-        names = {"value_before": "value_before", "value_after": "value_after", "seconds": "seconds"}
-        values = {} if report is None else {name: getattr(report, of) for name, of in names.items()}
-        return self._row(bits, per, method, self.outputs(coarse(model, bits, per)), values)
+            return self._row((bits, per, full_range), method, self.reference, {})
+        model, report = self.balanced(method, bits, per, full_range)
+        names = ("value_before", "value_after", "seconds")
+        values = {} if report is None else {name: getattr(report, name) for name in names}
+        return self._row((bits, per, full_range), method, self.outputs(coarse(model, bits, per, full_range)), values)
 
-    def _row(self, bits: int, per: str | int, method: str, found: Tensor, values: Mapping[str, float]) -> Row:
+    def _row(self, form: Format, method: str, found: Tensor, values: Mapping[str, Any]) -> Row:
         change = float((found - self.reference).double().square().sum() / self.reference.double().square().sum())
         top1, correct = None, ""
         if self.labels is not None:
             hits = found.argmax(1) == self.labels
             top1, correct = 100 * float(hits.double().mean()), "".join(map(str, hits.int().tolist()))
-        scales = self.symmetry.num_scales
-        return Row(self.name, bits, per, method, top1, change, correct, scales=scales, **values)
+        bits, per, full_range = form
+        more = {"scales": self.symmetry.num_scales, "full_range": full_range, **values}
+        return Row(self.name, bits, per, method, top1, change, correct, **more)
 
 
 class _Classifier(_Case):
@@ -325,10 +334,10 @@ class _Classifier(_Case):
     def few(self, model: nn.Module) -> Tensor:
         return self.run(model, self.x[:8])
 
-    def row(self, bits: int, per: str | int, method: str) -> Row:
+    def row(self, bits: int, per: str | int, full_range: bool, method: str) -> Row:
         program, _, of = method.partition(", ")
         if program not in equalizers.PROGRAMS and method != RELUS:
-            return super().row(bits, per, method)
+            return super().row(bits, per, full_range, method)
         net = equalizers.with_plain_convolutions(self.with_relu6)
         net = equalizers.with_relus(net) if RELUS in method else net
         began = time.monotonic()
@@ -339,9 +348,9 @@ class _Classifier(_Case):
             change = float((equalized(self.x[:8]) - before).norm() / before.norm())
         if not change < 1e-3:
             raise RuntimeError(f"{method} changed the outputs of {self.name} by {change:.1e}")
-        net = equalized if bits == 32 else coarse(equalized, bits, per)
+        net = equalized if bits == 32 else coarse(equalized, bits, per, full_range)
         found = Outputs(net, self.x[:1])(net, self.x)
-        return self._row(bits, per, method, found, {"seconds": seconds} if of else {})
+        return self._row((bits, per, full_range), method, found, {"seconds": seconds} if of else {})
 
 
 class _Small(_Case):
@@ -374,19 +383,19 @@ def _flat(outputs: Tensor | list[Tensor]) -> Tensor:
     return torch.cat([x.flatten(1) for x in (outputs if isinstance(outputs, list) else [outputs])], 1)
 
 
-def wanted(name: str) -> Iterator[tuple[str, int, str | int, str]]:
+def wanted(name: str) -> Iterator[Key]:
     """What is measured of a network: first what is solved once for all formats."""
-    yield name, 32, "tensor", "as it is"
+    yield name, 32, "tensor", False, "as it is"
     programs = [program for program in equalizers.PROGRAMS if equalizers.installed(program)]
     if name in CLASSIFIERS and programs:
-        yield name, 32, "tensor", RELUS
-        for bits, per in FORMATS[:3]:
-            yield from ((name, bits, per, method) for method in RIVALS if method.startswith(tuple(programs)))
+        yield name, 32, "tensor", False, RELUS
+        for form in FORMATS[:3]:
+            yield from ((name, *form, method) for method in RIVALS if method.startswith(tuple(programs)))
     solved_once = [method for method in METHODS if not method.startswith("Quantization")]
-    for bits, per in FORMATS:
-        yield from ((name, bits, per, method) for method in solved_once)
-    for bits, per in FORMATS:
-        yield from ((name, bits, per, method) for method in METHODS if method not in solved_once)
+    for form in FORMATS:
+        yield from ((name, *form, method) for method in solved_once)
+    for form in FORMATS:
+        yield from ((name, *form, method) for method in METHODS if method not in solved_once)
 
 
 def measure(
@@ -401,7 +410,7 @@ def measure(
         for key in wanted(name):
             if key in done or time.monotonic() > end:
                 continue
-            say(f"{name}: {key[1]} bits per {key[2]}, {key[3]}")
+            say(f"{name}: {key[1]} bits per {key[2]}, {key[-1]}")
             if case is None and name in CLASSIFIERS:
                 test = images(folder / "val224.tar") if test is None else test
                 case = _Classifier(name, folder, test)
@@ -444,8 +453,8 @@ def table_of(rows: list[Row]) -> Table:
         shown.add_column(head, justify="right", no_wrap=True)
     by_key = {row.key: row for row in rows}
     for row in sorted(rows, key=_order):
-        plain = by_key.get((row.network, row.bits, row.per, "as it is"))
-        whole = by_key.get((row.network, 32, "tensor", "as it is"))
+        plain = by_key.get((row.network, row.bits, row.per, row.full_range, "as it is"))
+        whole = by_key.get((row.network, 32, "tensor", False, "as it is"))
         fell = "" if row.value_before is None else f"{row.value_before:.3g} -> {row.value_after:.3g}"
         shown.add_row(
             row.network,
@@ -461,15 +470,16 @@ def table_of(rows: list[Row]) -> Table:
     return shown
 
 
-def _order(row: Row) -> tuple[str, int, int, int]:
+def _order(row: Row) -> tuple[str, int, int, bool, int]:
     pers = ("tensor", "channel", 32)
-    return row.network, -row.bits, pers.index(row.per), (*METHODS, RELUS, *RIVALS).index(row.method)
+    return row.network, -row.bits, pers.index(row.per), row.full_range, (*METHODS, RELUS, *RIVALS).index(row.method)
 
 
 def _format(row: Row) -> str:
     if row.bits == 32:
         return "float"
-    return f"int{row.bits} per {row.per if isinstance(row.per, str) else f'group of {row.per}'}"
+    of = row.per if isinstance(row.per, str) else f"group of {row.per}"
+    return f"int{row.bits} per {of}{', full range' * row.full_range}"
 
 
 def _above(row: Row, other: Row | None) -> str:
