@@ -12,8 +12,8 @@ their largest value, biases and activations are not. Calibration images come fro
 are lines of `bench_quantization.jsonl` and are not measured again. Differences have 95 % intervals of a paired
 bootstrap over the images.
 
-Photographs are read as EfficientNet-lite was trained, (pixel - 127) / 128. With the mean and deviation that most other
-networks have, lite0 has 8 points less.
+Photographs are read as EfficientNet-lite was trained, (pixel - 127) / 128. What it has with the mean and deviation that
+most other networks expect, or with pixels from 0 to 1, stands in two rows of its own.
 
 Where brevitas and AIMET are installed, their cross-layer equalization stands beside it (`equalizers.py`). Of small
 networks (`networks_in_wheels.py`) the squared change of the outputs is measured.
@@ -79,6 +79,13 @@ FORMATS: tuple[Format, ...] = (
 )
 """Bits, what shares a step, and whether the most negative integer is used."""
 METHODS = ("as it is", "least L2 norm", "Range", "Quantization", "Quantization, 64 images")
+OTHER_PIXELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pixels of mean 0, deviation 1": lambda pixels: (
+        (pixels / 255 - _triple(0.485, 0.456, 0.406)) / _triple(0.229, 0.224, 0.225)
+    ),
+    "pixels from 0 to 1": lambda pixels: pixels / 255,
+}
+"""How photographs are given to other networks, and what EfficientNet-lite was not trained with."""
 RELUS = "ReLUs for ReLU6"
 RIVALS = tuple(f"{program}, {of}" for program in equalizers.PROGRAMS for of in ("ReLU6 kept", RELUS))
 """Equalized by other people's programs; of these formats the first three are measured."""
@@ -135,6 +142,10 @@ def images(file: Path, number: int | None = None, seed: int = 0) -> tuple[Tensor
             pixels.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
             labels.append(CLASSES[member.name.split("/")[-2]])
     return torch.stack(pixels), torch.tensor(labels)
+
+
+def _triple(*numbers: float) -> Tensor:
+    return torch.tensor(numbers).view(3, 1, 1)
 
 
 def normalised(pixels: Tensor) -> Tensor:
@@ -335,6 +346,9 @@ class _Classifier(_Case):
         return self.run(model, self.x[:8])
 
     def row(self, bits: int, per: str | int, full_range: bool, method: str) -> Row:
+        if method in OTHER_PIXELS:
+            pixels = self.x * 128 + 127
+            return self._row((bits, per, full_range), method, self.run(self.model, OTHER_PIXELS[method](pixels)), {})
         program, _, of = method.partition(", ")
         if program not in equalizers.PROGRAMS and method != RELUS:
             return super().row(bits, per, full_range, method)
@@ -387,6 +401,8 @@ def wanted(name: str) -> Iterator[Key]:
     """What is measured of a network: first what is solved once for all formats."""
     yield name, 32, "tensor", False, "as it is"
     programs = [program for program in equalizers.PROGRAMS if equalizers.installed(program)]
+    if name in CLASSIFIERS:
+        yield from ((name, 32, "tensor", False, pixels) for pixels in OTHER_PIXELS)
     if name in CLASSIFIERS and programs:
         yield name, 32, "tensor", False, RELUS
         for form in FORMATS[:3]:
@@ -459,7 +475,7 @@ def table_of(rows: list[Row]) -> Table:
         shown.add_row(
             row.network,
             _format(row),
-            row.method if row.bits != 32 or row.method == RELUS else "",
+            "" if (row.bits, row.method) == (32, "as it is") else row.method,
             "" if row.top1 is None else f"{row.top1:.1f}",
             _above(row, plain),
             _above(row, whole),
@@ -472,7 +488,13 @@ def table_of(rows: list[Row]) -> Table:
 
 def _order(row: Row) -> tuple[str, int, int, bool, int]:
     pers = ("tensor", "channel", 32)
-    return row.network, -row.bits, pers.index(row.per), row.full_range, (*METHODS, RELUS, *RIVALS).index(row.method)
+    return (
+        row.network,
+        -row.bits,
+        pers.index(row.per),
+        row.full_range,
+        (*METHODS, *OTHER_PIXELS, RELUS, *RIVALS).index(row.method),
+    )
 
 
 def _format(row: Row) -> str:
