@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,89 @@ def test_sentences_are_no_two_alike() -> None:
     found = networks_in_wheels.sentences()
     assert len(found) == len(set(found)) > 400
     assert all(30 < len(sentence) <= 202 for sentence in found)
+
+
+# -- what docs/quantization.md says ------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+ROWS = {row.key: row for row in bench.read_rows(ROOT / "results" / "bench_quantization.jsonl")}
+FLOAT = (32, "tensor", False)
+SHORT = {name.removeprefix("efficientnet-"): name for name in bench.CLASSIFIERS}
+
+
+def tables() -> dict[str, list[list[str]]]:
+    """The tables under «What was measured» by the first cell of their heads; a head is the first row."""
+    text = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8").partition("## What was measured")[2]
+    found = {}
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        found[head[0]] = [head, *rows]
+    return found
+
+
+def form_of(words: str) -> bench.Format:
+    number, of = re.fullmatch(r"int(\d) per (tensor|channel|group of 32)(?:, full range)?", words).groups()  # type: ignore[union-attr]
+    return int(number), 32 if of.startswith("group") else of, words.endswith("full range")
+
+
+def check(cell: str, row: bench.Row | None, measured: Callable[[bench.Row], str]) -> bool:
+    """An empty cell was not measured; any other says what the log says. Whether it has a number."""
+    assert cell == ("" if row is None else measured(row))
+    return row is not None
+
+
+def top1(row: bench.Row) -> str:
+    return f"{row.top1:.1f}"
+
+
+@pytest.mark.parametrize("short", SHORT)
+def test_top1_in_the_docs_is_what_the_log_says(short: str) -> None:
+    name = SHORT[short]
+    _, *lines = tables()[f"{short}, top-1, n = 1,000"]
+    assert len({row.per for row in ROWS.values()}) == 3
+    measured = {row.key[1:4] for row in ROWS.values() if row.network == name and row.bits != 32}
+    assert {form_of(line[0]) for line in lines} == measured
+    whole = ROWS[(name, *FLOAT, "as it is")]
+    for words, *cells, gained, lost in lines:
+        found = [ROWS.get((name, *form_of(words), method)) for method in bench.METHODS]
+        for cell, row in zip(cells, found, strict=True):
+            check(cell, row, top1)
+        plain, calibrated = found[0], found[-1]
+        for cell, other in ((gained, plain), (lost, whole)):
+            if calibrated is not None and plain is not None and other is not None:
+                between = "{:+.1f} ({:+.1f} to {:+.1f})".format(*bench.interval(calibrated.correct, other.correct))
+                assert cell == between
+
+
+def test_other_equalizations_in_the_docs_are_what_the_log_says() -> None:
+    (_, *forms), *lines = tables()["top-1, n = 1,000"]
+    for words, *cells in lines:
+        short, _, method = words.partition(", ")
+        at_first = bench.RELUS if method.endswith(bench.RELUS) else "as it is"
+        keys = [(*FLOAT, at_first), *((*form_of(form), method) for form in forms[1:])]
+        assert any(check(cell, ROWS.get((SHORT[short], *key)), top1) for cell, key in zip(cells, keys, strict=True))
+
+
+def test_pixels_in_the_docs_are_what_the_log_says() -> None:
+    _, *lines = tables()["float, top-1, n = 1,000"]
+    for short, *cells in lines:
+        for cell, method in zip(cells, ("as it is", *bench.OTHER_PIXELS), strict=True):
+            assert check(cell, ROWS.get((SHORT[short], *FLOAT, method)), top1)
+
+
+def test_small_networks_in_the_docs_are_what_the_log_says() -> None:
+    _, *lines = tables()["squared change of the outputs"]
+    assert {line[0].partition(", ")[0] for line in lines} == set(networks_in_wheels.LOADERS)
+    for words, *cells in lines:
+        name, _, form = words.partition(", ")
+        for cell, method in zip(cells, bench.METHODS, strict=True):
+            check(cell, ROWS.get((name, *form_of(form), method)), lambda row: f"{row.output_error:.1e}")
+
+
+def test_the_criterion_was_never_above_where_it_started() -> None:
+    measured = [row for row in ROWS.values() if row.method.startswith("Quantization")]
+    assert len(measured) > 50
+    for row in measured:
+        assert row.value_before is not None
+        assert row.value_after is not None
+        assert row.value_after <= row.value_before, row.key
