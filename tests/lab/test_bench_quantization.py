@@ -250,6 +250,16 @@ def test_small_networks_in_the_docs_are_what_the_log_says() -> None:
             check(cell, ROWS.get((name, *form_of(form), method)), lambda row: f"{row.output_error:.1e}")
 
 
+def test_evidence_on_the_page_of_criteria_is_what_the_log_says() -> None:
+    text = (
+        (ROOT / "docs" / "criteria.md").read_text(encoding="utf-8").partition("- **Evidence.** EfficientNet-lite0")[2]
+    )
+    name, best = "efficientnet-lite0", "Quantization, 64 images"
+    forms = ((8, "tensor", False), (6, "tensor", False))
+    rows = [ROWS[(name, *form, method)] for form in forms for method in ("as it is", best)]
+    assert re.findall(r"\d+\.\d", text)[:5] == [top1(row) for row in (*rows, ROWS[(name, *FLOAT, "as it is")])]
+
+
 def test_the_criterion_was_never_above_where_it_started() -> None:
     measured = [row for row in ROWS.values() if row.method.startswith("Quantization")]
     assert len(measured) > 50
