@@ -9,9 +9,9 @@ of every channel (a row, the first axis) the moments of g are kept as a diagonal
 
     e = Δ round(λ w / Δ) - λ w,        Δ = max |λ w| / (2^(bits - 1) - 1),
 
-where the maximum is over the tensor, the channel or the group that shares a step. (With the full range of integers it is
-2^(bits - 1) - 1/2 steps, and what lies further out than the largest integer becomes that.) Between two roundings its
-slope says little, so what is descended first is the error that is to be expected, Σ Δ² / 12 · Σ h / λ², which is convex.
+where the maximum is over the tensor, the channel or the group that shares a step. (With the full range of integers it
+is 2^(bits - 1) - 1/2 steps, and what lies further out than the largest integer becomes that.) Between two roundings the
+slope says little, so what is descended first is the error that is to be expected, Σ Δ² / 12 · Σ h / λ²; it is convex.
 Then single scales are moved a little at random, because which way weights are rounded is a lottery that can be drawn
 again.
 """
