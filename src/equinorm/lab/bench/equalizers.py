@@ -22,14 +22,14 @@ PROGRAMS = {"brevitas": "brevitas.graph.equalize", "AIMET": "aimet_torch.cross_l
 
 
 def installed(program: str) -> bool:
-    """Whether it can be imported here; AIMET and brevitas ask for more than they need, so it is tried."""
+    """Whether it can be imported here: both ask for more packages than this needs, so it is tried."""
     if importlib.util.find_spec(PROGRAMS[program].partition(".")[0]) is None:
         return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(PROGRAMS[program])
-    except (ImportError, OSError):
+    except (ImportError, OSError, RuntimeError):  # RuntimeError: a torchvision for another torch
         return False
     return True
 
