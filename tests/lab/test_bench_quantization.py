@@ -260,6 +260,16 @@ def test_evidence_on_the_page_of_criteria_is_what_the_log_says() -> None:
     assert re.findall(r"\d+\.\d", text)[:5] == [top1(row) for row in (*rows, ROWS[(name, *FLOAT, "as it is")])]
 
 
+def test_the_cost_in_the_docs_is_what_the_log_says() -> None:
+    text = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    said = re.search(r"took `Quantization` (\d+) to (\d+) s a format.*`Range` took (\d+) s", text)
+    assert said
+    rows = [row for row in ROWS.values() if row.network == "efficientnet-lite0" and row.bits != 32]
+    balanced = [row.seconds for row in rows if row.method.startswith("Quantization")]
+    by_range = ROWS[("efficientnet-lite0", 8, "tensor", False, "Range")].seconds
+    assert [int(number) for number in said.groups()] == [round(x) for x in (min(balanced), max(balanced), by_range)]
+
+
 def test_the_criterion_was_never_above_where_it_started() -> None:
     measured = [row for row in ROWS.values() if row.method.startswith("Quantization")]
     assert len(measured) > 50
