@@ -31,7 +31,7 @@ FORMATS: tuple[str | int, ...] = ("tensor", "channel", 1, 3, 5, 64)
 X = torch.randn(6, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def plain_round_trip(weight: Tensor, bits: int, per: str | int) -> Tensor:
+def plain_round_trip(weight: Tensor, bits: int, per: str | int, full_range: bool = False) -> Tensor:
     """`rounded`, one element at a time."""
     rows = [list(range(weight.numel()))]
     if per != "tensor":
@@ -41,7 +41,15 @@ def plain_round_trip(weight: Tensor, bits: int, per: str | int) -> Tensor:
         rows = [row[i : i + per] for row in rows for i in range(0, len(row), per)]
     back = weight.detach().reshape(-1).tolist()
     for row in rows:
-        step = max(abs(back[e]) for e in row) / (2 ** (bits - 1) - 1)
+        largest = max(abs(back[e]) for e in row)
+        if full_range:
+            step = 2 * largest / (2**bits - 1)
+            integers = range(-(2 ** (bits - 1)), 2 ** (bits - 1))
+            for e in row:  # the nearest integer; of two that are as near, the one further from 0
+                near = sorted(integers, key=lambda i: (round(abs(back[e] / step - i), 9), -abs(i))) if step else [0]
+                back[e] = near[0] * step
+            continue
+        step = largest / (2 ** (bits - 1) - 1)
         for e in row:
             back[e] = round(back[e] / step) * step if step else 0.0
     return torch.tensor(back, dtype=weight.dtype).reshape(weight.shape)
@@ -56,13 +64,15 @@ def plain_cost(sensitivity: Sensitivity, error: Tensor) -> float:
     return total
 
 
-def plain_error(net: nn.Module, start: nn.Module, h: dict[str, Sensitivity], bits: int, per: str | int) -> float:
+def plain_error(
+    net: nn.Module, start: nn.Module, h: dict[str, Sensitivity], bits: int, per: str | int, full_range: bool = False
+) -> float:
     """The weighed error of a rescaled net by its definition, in the coordinates of the net at the start."""
     error = size = 0.0
     for name, w in net.named_parameters():
         if w.ndim > 1:
             was, now = start.get_parameter(name).detach(), w.detach()
-            error += plain_cost(h[name], (plain_round_trip(now, bits, per) - now) * was / now)
+            error += plain_cost(h[name], (plain_round_trip(now, bits, per, full_range) - now) * was / now)
             size += plain_cost(h[name], was)
     return error / size
 
@@ -98,14 +108,19 @@ def problem_of(model: nn.Module, criterion: Quantization, x: Any = X) -> Roundin
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.sampled_from(FORMATS),
     st.integers(2, 8),
+    st.booleans(),
     st.integers(0, 10**6),
 )
-def test_the_round_trip_is_what_plain_loops_make(shape: list[int], per: str | int, bits: int, seed: int) -> None:
+def test_the_round_trip_is_what_plain_loops_make(
+    shape: list[int], per: str | int, bits: int, full_range: bool, seed: int
+) -> None:
     weight = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     weight[weight.abs() < 0.2] = 0.0
     if len(shape) == 1 and per != "tensor":
         per = "tensor"
-    torch.testing.assert_close(rounded(weight, bits, per), plain_round_trip(weight, bits, per), rtol=1e-12, atol=0)
+    expected = plain_round_trip(weight, bits, per, full_range)
+    torch.testing.assert_close(rounded(weight, bits, per, full_range), expected, rtol=1e-12, atol=0)
+    assert len(expected.unique()) <= len(plain_groups(weight, per)) * (2**bits - (not full_range))
 
 
 @pytest.mark.parametrize("per", FORMATS)
@@ -147,16 +162,17 @@ def test_the_direction_is_the_principal_axis_where_there_is_one() -> None:
     assert bool((found.direction.square() <= found.square).all())
 
 
+@pytest.mark.parametrize("full_range", [False, True])
 @pytest.mark.parametrize("per", ["tensor", "channel", 3])
-def test_the_value_is_its_definition_at_any_scales(per: str | int) -> None:
-    model, criterion = Residual(), Quantization(bits=4, per=per, probes=2)
+def test_the_value_is_its_definition_at_any_scales(per: str | int, full_range: bool) -> None:
+    model, criterion = Residual(), Quantization(bits=4, per=per, full_range=full_range, probes=2)
     problem = problem_of(model, criterion)
     s = 0.5 * torch.randn(problem.symmetry.num_scales, dtype=torch.float64)
     value, start = problem.value(s), copy.deepcopy(model)
     assert {w.name for w in problem.weights} == {name for name, w in model.named_parameters() if w.ndim > 1}
     problem.symmetry.rescale_(s)
     h = sensitivities(start, noise_like(X, 8), probes=2)
-    assert value == pytest.approx(plain_error(model, start, h, 4, per), rel=1e-9)
+    assert value == pytest.approx(plain_error(model, start, h, 4, per, full_range), rel=1e-9)
 
 
 @pytest.mark.parametrize("per", ["tensor", "channel", 3])
@@ -171,9 +187,10 @@ def test_the_slope_is_that_of_the_measured_error(per: str | int) -> None:
     assert (ahead - behind) / 2e-7 == pytest.approx(float(slope @ direction), rel=1e-4)
 
 
+@pytest.mark.parametrize("full_range", [False, True])
 @pytest.mark.parametrize("per", ["tensor", "channel"])
-def test_what_a_small_move_changes_is_what_is_measured(per: str) -> None:
-    problem = problem_of(Residual(), Quantization(5, per, probes=1))
+def test_what_a_small_move_changes_is_what_is_measured(per: str, full_range: bool) -> None:
+    problem = problem_of(Residual(), Quantization(5, per, full_range=full_range, probes=1))
     s = 0.3 * torch.randn(problem.symmetry.num_scales, dtype=torch.float64)
     seen = set()
     for number, weight in itertools.product(range(problem.symmetry.num_scales), problem.weights):
@@ -205,15 +222,16 @@ def plain_expected_error(problem: RoundingProblem, s: Tensor, p: float) -> Tenso
         sizes = plain_groups(problem.tensors[w.name] * factor, problem.criterion.per)
         costs = plain_groups(problem.h[w.name].square / factor.square(), problem.criterion.per)
         for size, cost in zip(sizes, costs, strict=True):
-            step = size.norm(p) / (2 ** (problem.criterion.bits - 1) - 1)
+            bits = problem.criterion.bits
+            step = size.norm(p) / (2 ** (bits - 1) - (0.5 if problem.criterion.full_range else 1))
             total = total + step.square() / 12 * cost.sum()
     return total
 
 
 @settings(deadline=None, max_examples=12)
-@given(st.integers(0, 10**6), st.sampled_from(FORMATS), st.sampled_from([2.0, 16.0]))
-def test_the_expected_error_is_its_definition_and_convex(seed: int, per: str | int, p: float) -> None:
-    problem = problem_of(Residual(seed=seed % 7), Quantization(5, per, probes=1))
+@given(st.integers(0, 10**6), st.sampled_from(FORMATS), st.sampled_from([2.0, 16.0]), st.booleans())
+def test_the_expected_error_is_its_definition_and_convex(seed: int, per: str | int, p: float, full: bool) -> None:
+    problem = problem_of(Residual(seed=seed % 7), Quantization(5, per, full_range=full, probes=1))
     generator = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, problem.symmetry.num_scales, dtype=torch.float64, generator=generator) / 3
     terms = [ExpectedError(problem._weight(w), problem.h[w.name].square, w, problem.criterion) for w in problem.weights]
@@ -260,14 +278,21 @@ def test_drawing_again_lowers_the_error() -> None:
 
 
 @settings(deadline=None, max_examples=10)
-@given(st.integers(0, 10**6), st.integers(2, 8), st.sampled_from(FORMATS), st.booleans(), st.sampled_from([0.0, 1.5]))
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 8),
+    st.sampled_from(FORMATS),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.0, 1.5]),
+)
 def test_never_worse_and_the_function_is_kept(
-    seed: int, bits: int, per: str | int, calibrated: bool, spread: float
+    seed: int, bits: int, per: str | int, full_range: bool, calibrated: bool, spread: float
 ) -> None:
     model = Residual(seed=seed, spread=spread)
     before, outputs = copy.deepcopy(model), model(X)
     inputs = list(X.split(3)) if calibrated else None
-    criterion = Quantization(bits, per, inputs, probes=1, steps=12, draws=3)
+    criterion = Quantization(bits, per, inputs, full_range=full_range, probes=1, steps=12, draws=3)
     report = equinorm.balance_(model, X, criterion=criterion)
     assert report.value_after <= report.value_before
     assert float((model(X) - outputs).detach().abs().max() / outputs.detach().abs().max()) < 1e-12
@@ -279,13 +304,13 @@ def test_never_worse_and_the_function_is_kept(
             with torch.no_grad():
                 for w in coarse.parameters():
                     if w.ndim > 1:
-                        w.copy_(plain_round_trip(w, bits, per))
+                        w.copy_(plain_round_trip(w, bits, per, full_range))
                 change = (coarse(X) - outputs).square().sum() / size
             assert float(change) == pytest.approx(value, rel=1e-5, abs=1e-14)
     else:
         h = sensitivities(before, noise_like(X, 4), probes=1)
         for net, value in ((before, report.value_before), (model, report.value_after)):
-            assert plain_error(net, before, h, bits, per) == pytest.approx(value, rel=1e-9, abs=1e-14)
+            assert plain_error(net, before, h, bits, per, full_range) == pytest.approx(value, rel=1e-9, abs=1e-14)
 
 
 def test_a_step_per_channel_makes_the_scales_of_outputs_irrelevant() -> None:

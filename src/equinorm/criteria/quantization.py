@@ -9,9 +9,11 @@ of every channel (a row, the first axis) the moments of g are kept as a diagonal
 
     e = Δ round(λ w / Δ) - λ w,        Δ = max |λ w| / (2^(bits - 1) - 1),
 
-where the maximum is over the tensor, the channel or the group that shares a step. Between two roundings its slope says
-little, so what is descended first is the error that is to be expected, Σ Δ² / 12 · Σ h / λ², which is convex. Then
-single scales are moved a little at random, because which way weights are rounded is a lottery that can be drawn again.
+where the maximum is over the tensor, the channel or the group that shares a step. (With the full range of integers it
+is 2^(bits - 1) - 1/2 steps, and what lies further out than the largest integer becomes that.) Between two roundings the
+slope says little, so what is descended first is the error that is to be expected, Σ Δ² / 12 · Σ h / λ²; it is convex.
+Then single scales are moved a little at random, because which way weights are rounded is a lottery that can be drawn
+again.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ class Quantization(Criterion):
     Args:
         bits: of a signed integer, 2 to 16.
         per: what shares a step: "tensor", "channel" (the first axis) or so many consecutive weights of a channel.
+        full_range: the most negative integer is used too, and the largest weight is half a step beyond the largest
+            integer (torchao, PT2E); else integers are as many below 0 as above (brevitas).
         inputs: calibration inputs, or a list of batches. Without any, random inputs like the example say how much each
             weight matters: normal noise in the place of real numbers, everything else as in the example.
         probes: random combinations of the outputs whose derivatives are taken for each batch.
@@ -76,6 +80,7 @@ class Quantization(Criterion):
         per: str | int = "tensor",
         inputs: Any = None,
         *,
+        full_range: bool = False,
         probes: int = 4,
         steps: int = 100,
         draws: int = 50,
@@ -89,7 +94,7 @@ class Quantization(Criterion):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
         if isinstance(inputs, list) and not inputs:
             raise ValueError("inputs is empty: give at least one batch")
-        self.bits, self.per, self.inputs = bits, per, inputs
+        self.bits, self.per, self.full_range, self.inputs = bits, per, bool(full_range), inputs
         self.probes, self.steps, self.draws, self.sensitivities = probes, steps, draws, sensitivities
 
     def problem(self, symmetry: Symmetry, counted: Counts, example_inputs: Any = None) -> RoundingProblem:
@@ -112,21 +117,36 @@ def _check_per(per: object) -> None:
     raise ValueError(f'per must be "tensor", "channel" or a group size, got {per!r}')
 
 
-def rounded(weight: Tensor, bits: int, per: str | int = "tensor") -> Tensor:
+def rounded(weight: Tensor, bits: int, per: str | int = "tensor", full_range: bool = False) -> Tensor:
     """A weight after its round trip through symmetric signed integers, the largest element being the largest integer.
 
-    Its derivative is that of integers · step, with the integers held.
+    With `full_range` the integers are -2^(bits - 1) to 2^(bits - 1) - 1 and the largest element is half a step outside.
+    The derivative is that of integers · step, with the integers held.
 
     >>> rounded(conv.weight, bits=8, per="channel")
     """
-    step = _steps(weight, bits, per)
-    return (weight.detach() / step.detach().clamp_min(torch.finfo(weight.dtype).tiny)).round() * step
+    step = _steps(weight, bits, per, full_range)
+    return _integers(weight.detach(), step.detach(), bits, full_range) * step
 
 
-def _steps(weight: Tensor, bits: int, per: str | int) -> Tensor:
+def _largest(bits: int, full_range: bool) -> float:
+    """What the largest weight is, in steps."""
+    return 2 ** (bits - 1) - (0.5 if full_range else 1)
+
+
+def _integers(weight: Tensor, step: Tensor, bits: int, full_range: bool) -> Tensor:
+    float_info = torch.finfo(weight.dtype)
+    found = weight / step.clamp_min(float_info.tiny)
+    if not full_range:
+        return found.round()
+    # the largest weight lies in the middle of two integers, whatever its last digit says: away from 0
+    return (found * (1 + 8 * float_info.eps)).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def _steps(weight: Tensor, bits: int, per: str | int, full_range: bool = False) -> Tensor:
     """The step of each element."""
     groups = _groups(weight, per)
-    step = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    step = groups.abs().amax(-1, keepdim=True) / _largest(bits, full_range)
     return _ungrouped(step.expand_as(groups), weight.shape)
 
 
@@ -239,7 +259,7 @@ class ExpectedError:
     """
 
     def __init__(self, weight: Tensor, square: Tensor, w: ScaledParameter, criterion: Quantization) -> None:
-        self.rows, self.per, self.levels = len(weight), criterion.per, 2 ** (criterion.bits - 1) - 1
+        self.rows, self.per, self.levels = len(weight), criterion.per, _largest(criterion.bits, criterion.full_range)
         self.w, self.shape = w, weight.shape
         self.log, self.square = weight.abs().log(), square.to(weight)
         terms = [(term, sign) for term, sign in ((w.out, 1), (w.into, -1)) if term is not None]
@@ -312,7 +332,8 @@ class RoundingProblem(Problem):
     def restored(self, w: ScaledParameter, s: Tensor) -> Tensor:
         """A weight after the move, the round trip and the way back, in the dtype of the log-scales."""
         factor = w.factor(torch.cat([s, s.new_zeros(1)]))
-        return rounded(self._weight(w, s.dtype) * factor, self.criterion.bits, self.criterion.per) / factor
+        bits, per, full_range = self.criterion.bits, self.criterion.per, self.criterion.full_range
+        return rounded(self._weight(w, s.dtype) * factor, bits, per, full_range) / factor
 
     def error(self, w: ScaledParameter, s: Tensor) -> Tensor:
         """A weight's part of the error, relative to the cost of losing all weights."""
@@ -441,10 +462,10 @@ class RoundingProblem(Problem):
         """The change of the error by each row or element, steps held; and the elements that would change a step."""
         weight, (square, u) = self._weight(w), (x.double() for x in self.h[w.name])
         factors = [w.factor(torch.cat([x, x.new_zeros(1)])) for x in (s, moved)]
-        step = _steps(weight * factors[0], self.criterion.bits, self.criterion.per)
-        least = step.clamp_min(torch.finfo(step.dtype).tiny)
-        old, new = ((weight * factor / least).round() * step / factor - weight for factor in factors)
-        limit = step * (2 ** (self.criterion.bits - 1) - 1) * (1 - 1e-9)
+        bits, full_range = self.criterion.bits, self.criterion.full_range
+        step = _steps(weight * factors[0], bits, self.criterion.per, full_range)
+        old, new = (_integers(weight * x, step, bits, full_range) * step / x - weight for x in factors)
+        limit = step * _largest(bits, full_range) * (1 - 1e-9)
         sets_step = ((weight * factors[0]).abs() >= limit) | ((weight * factors[1]).abs() >= limit)
         axes, along = list(range(1, weight.ndim)), u * (new - old)
         alone = (square - u.square()) * (new.square() - old.square())

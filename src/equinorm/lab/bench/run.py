@@ -254,7 +254,7 @@ def _quantization(bench: _Bench) -> None:
     log = bench.out / "bench_quantization.jsonl"
     with bench.status() as say:
         found = quantization.measure(chosen, bench.data_dir, log, bench.about_cpu, bench.end, say)
-    text = show([quantization.table_of(found)], bench.console, width=170)
+    text = show([quantization.table_of(found)], bench.console, width=200)
     head = "".join(f"{key}: {value}\n" for key, value in bench.about_cpu.items())
     write_text(bench.out / "bench_quantization.txt", f"{head}\n{text}")
     bench.written += [log, bench.out / "bench_quantization.txt"]
