@@ -140,7 +140,7 @@ def draw_batches(log: Log, path: Path) -> None:
         end = curve(axes, name, by_size, LOWEST)[sizes[-1]]
         colour = looks(NAMES.values())[name].colour
         if end >= LOWEST:
-            at, shift, side, text = (sizes[-1], end), 8, "left", name.replace(" with", "\nwith")
+            at, shift, side, text = (float(sizes[-1]), end), 8, "left", name.replace(" with", "\nwith")
         else:
             outside += 0.9
             at, shift, side, text = (0.4 * sizes[-1], outside), 0, "right", f"{name} ↓ {end:.1f}"
