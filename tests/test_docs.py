@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from equinorm.lab.experiments import defazio2018, ruff2020
-from equinorm.lab.record import picture
+from equinorm.lab.record import picture, sizes
 from equinorm.lab.record.log import Log
 from equinorm.lab.training.store import Store
 
@@ -301,6 +301,8 @@ def test_defazio2018_at_full_length_is_what_the_logs_say() -> None:
 # -- without batch statistics ------------------------------------------------------------------------------------------
 
 RECORD = ROOT / "results" / "without-batch-statistics"
+BATCHES = "docs/without-batch-statistics.md"
+METHOD_OF = {name: method for method, name in picture.NAMES.items()}
 
 
 def test_the_record_is_what_the_log_says() -> None:
@@ -328,16 +330,141 @@ def test_the_way_to_the_record_is_what_the_log_says() -> None:
         assert_printed(seconds, [statistics.mean(run["seconds"] for run in fits[0])])
 
 
-def test_chosen_rates_are_what_the_log_says() -> None:
-    methods = ("batchnorm", "unit", "equinorm", "groupnorm", "msr", "ws_agc")
-    rows = rows_of("docs/without-batch-statistics.md", "| one epoch, n = 1, held-out images |")
-    for (_, factor, rule, *accuracies), method in zip(rows, methods, strict=True):
-        runs = Log(RECORD).of("choose", method=method)
-        best: dict[tuple[float, str], dict[int, float]] = {}
-        for run in runs:
-            key = run["config"]["factor"], run["config"]["rule"]
-            best.setdefault(key, {})[run["batch"]] = run["accuracy"]
-        setting = max(best, key=lambda key: sum(best[key].values()))
-        assert (float(factor), f"the {rule.removeprefix('the ')}") == (setting[0], f"the {setting[1]}")
-        for cell, batch in zip(accuracies, (32, 512), strict=True):
-            assert_printed(cell, [best[setting][batch]])
+def test_accuracy_against_batch_size_is_what_the_log_says() -> None:
+    runs = picture.by_batch(Log(RECORD))
+    shown = []
+    for label, *cells in rows_of(BATCHES, "| three epochs, test images, n = 3 |"):
+        name, _, fresh = label.partition(", ")
+        by_size = runs[METHOD_OF[name]]
+        assert sorted(by_size) == sorted(sizes.SIZES)
+        assert {row["epochs"] for rows in by_size.values() for row in rows} == {3.0}
+        for cell, rows in zip(cells, by_size.values(), strict=True):
+            assert len({row["seed"] for row in rows}) == len(rows) == 3
+            assert_printed(
+                cell, mean_and_spread([row["accuracy_fresh_statistics" if fresh else "accuracy"] for row in rows])
+            )
+        shown += [] if fresh else [METHOD_OF[name]]
+    assert sorted(shown) == sorted(picture.NAMES)
+    for label, *cells in rows_of(BATCHES, "| unit filters are ahead by, points |"):
+        others = runs[METHOD_OF[label.removeprefix("of ")]]
+        for cell, size in zip(cells, runs["unit"], strict=True):
+            ahead = mean_accuracy(runs["unit"][size]) - mean_accuracy(others[size])
+            assert abs(float(cell.replace("\u2212", "-")) - ahead) <= 0.05 + 1e-9
+
+
+@pytest.mark.parametrize("page", ["docs/faq.md", "docs/unit-filters.md"])
+def test_excerpts_are_lines_of_the_table(page: str) -> None:
+    whole = {label: cells for label, *cells in rows_of(BATCHES, "| three epochs, test images, n = 3 |")}
+    rows = rows_of(page, "| CIFAR-10, three epochs, n = 3 |")
+    assert len(rows) >= 3
+    for label, *cells in rows:
+        assert cells == whole[label][: len(cells)]
+
+
+def test_what_the_text_says_of_batch_sizes_is_what_the_log_says() -> None:
+    text = " ".join((ROOT / BATCHES).read_text(encoding="utf-8").split())
+    log = Log(RECORD)
+    runs = picture.by_batch(log)
+    lost = {name: mean_accuracy(by_size[128]) - mean_accuracy(by_size[2]) for name, by_size in runs.items()}
+    assert min(lost, key=lambda name: lost[name]) == "msr"
+    anew = [
+        abs(mean_accuracy(rows, "accuracy_fresh_statistics") - mean_accuracy(rows))
+        for rows in runs["batchnorm"].values()
+    ]
+    second = {name: mean_accuracy(by_size[128]) for name, by_size in picture.by_batch(log, "batch-resnet20").items()}
+    alone = {name: tried(log, "settings", name) for name in ("msr", "ws_agc")}
+    gain = {
+        name: max(found[32] for found in settings.values()) - best(settings)[1][32] for name, settings in alone.items()
+    }
+    for words, value in (
+        ("Unit filters lose ", lost["unit"]),
+        ("which loses ", lost["msr"]),
+        ("It is ", mean_accuracy(runs["unit"][128]) - mean_accuracy(runs["msr"][128])),
+        ("EquiNorm needs its batch.** It loses ", lost["equinorm"]),
+        ("Statistics taken anew after training change it by ", max(anew)),
+        ("At 8 the difference is ", mean_accuracy(runs["unit"][8]) - mean_accuracy(runs["groupnorm"][8])),
+        ("At 32 alone mean shift rejection gains ", gain["msr"]),
+        ("no noise give scaled WS with AGC ", gain["ws_agc"]),
+        ("BatchNorm is ahead of unit filters by ", second["batchnorm"] - second["unit"]),
+        ("Unit filters are ahead of GroupNorm by ", second["unit"] - second["groupnorm"]),
+    ):
+        assert words in text, words
+        assert_printed(re.match(r"[\d.]*\d", text.partition(words)[2])[0], [value])  # type: ignore[index]
+
+
+def test_chosen_settings_are_what_the_log_says() -> None:
+    """The best mean over both sizes, and what the runs on the test set had."""
+    log = Log(RECORD)
+    rows = rows_of(BATCHES, "| chosen on held-out images, n = 1 |")
+    assert sorted(METHOD_OF[label] for label, *_ in rows) == sorted(picture.NAMES)
+    for label, n, factor, rule, noise, start, *accuracies in rows:
+        method = METHOD_OF[label]
+        settings = tried(log, "settings", method)
+        assert int(n) == len(settings)
+        setting, found = best(settings)
+        drawn = {"random": False, "identity": True, "the method's own": setting[3]}[start]
+        assert (start == "the method's own") == (method in sizes.OWN_START)
+        assert (float(factor), rule.removeprefix("the "), float(noise), drawn) == setting
+        assert {setting_of(row) for row in log.of("batch", method=method)} == {setting}
+        for cell, size in zip(accuracies, (32, 512), strict=True):
+            assert_printed(cell, [found[size]])
+
+
+def test_the_second_net_is_what_the_log_says() -> None:
+    log = Log(RECORD)
+    runs = picture.by_batch(log, "batch-resnet20")
+    rows = rows_of(BATCHES, "| ResNet-20, batch 128, three epochs |")
+    assert sorted(METHOD_OF[label] for label, *_ in rows) == sorted(picture.NAMES)
+    for label, accuracy, n, factor, best_at_32, its_factor in rows:
+        ((size, mine),) = runs[METHOD_OF[label]].items()
+        assert (size, len(mine)) == (128, int(n))
+        assert_printed(accuracy, mean_and_spread([row["accuracy"] for row in mine]))
+        assert ("not finite" in accuracy) == (not any(row["finite"] for row in mine))
+        assert {row["config"]["factor"] for row in mine} == {float(factor)}
+        settings = tried(log, "settings-resnet20", METHOD_OF[label])
+        assert best(settings)[0] == setting_of(mine[0])
+        assert_printed(best_at_32, [max(found[32] for found in settings.values())])
+        if its_factor:
+            (alone,) = (setting for setting, found in settings.items() if printed(best_at_32, [found[32]]))
+            assert float(its_factor) == alone[0]
+
+
+def test_batches_in_the_readme_are_what_the_log_says() -> None:
+    runs = picture.by_batch(Log(RECORD))
+    evidence = next(row[-1] for row in rows_of("README.md", "| | use when |") if "unit filters" in row[0])
+    (unit, spread), *others = (
+        mean_and_spread([row["accuracy"] for row in runs[name][2]]) for name in ("unit", "groupnorm", "batchnorm")
+    )
+    batch, _, accuracies = evidence.partition(": ")
+    assert batch == "batch 2"
+    assert_printed(accuracies.removesuffix(" (n = 3)"), [unit, spread, *(accuracy for accuracy, _ in others)])
+    lost = re.search(
+        r"they lose ([\d.]+) points \(aim: 0.5\), BatchNorm ([\d.]+) \(n = 3\)", (ROOT / "README.md").read_text()
+    )
+    assert lost is not None
+    for number, name in zip(lost.groups(), ("unit", "batchnorm"), strict=True):
+        assert_printed(number, [mean_accuracy(runs[name][128]) - mean_accuracy(runs[name][2])])
+
+
+Setting = tuple[float, str, float, bool]
+
+
+def setting_of(row: dict[str, Any]) -> Setting:
+    factor, rule, noise, dirac = (row["config"][field] for field in ("factor", "rule", "noise", "dirac"))
+    return factor, rule, noise, dirac
+
+
+def tried(log: Log, part: str, method: str) -> dict[Setting, dict[int, float]]:
+    """Accuracies on held-out images, by setting and batch size."""
+    found: dict[Setting, dict[int, float]] = {}
+    for row in log.of(part, method=method, on="held-out"):
+        found.setdefault(setting_of(row), {})[row["batch"]] = row["accuracy"]
+    return found
+
+
+def best(settings: dict[Setting, dict[int, float]]) -> tuple[Setting, dict[int, float]]:
+    return max(settings.items(), key=lambda item: sum(item[1].values()))
+
+
+def mean_accuracy(rows: Sequence[dict[str, Any]], field: str = "accuracy") -> float:
+    return statistics.mean(row[field] for row in rows)

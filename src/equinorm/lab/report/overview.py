@@ -1,7 +1,7 @@
 """The picture of the first page: `python -m equinorm.lab.report.overview`, from the checkout's folder.
 
-Left, the energy of each layer of one network before and after balancing; right, what the methods add to a training
-step, from the committed log of `equinorm bench steps`.
+Left, accuracy against batch size, from the log of `equinorm.lab.record`; right, what the methods add to a training
+step, from the log of `equinorm bench steps`. Words are large enough for a phone.
 """
 
 from __future__ import annotations
@@ -12,82 +12,85 @@ from pathlib import Path
 from typing import Any
 
 from ...files import replacing
-from .style import COLOURS
+from ..record.log import Log, Row
+from ..record.picture import NAMES, RESULTS, by_batch, curve, size_axes
+from .style import looks
 
-__all__ = ["STEPS", "added", "draw", "energies"]
+__all__ = ["STEPS", "added", "draw"]
 
 STEPS = "bench_steps_resnet18_compiled_gpu.json"
-_NAMES = {
+_COSTS = {
     "GN": "GroupNorm",
     "BN": "BatchNorm",
     "EquiNorm": "EquiNorm",
-    "EquiNorm, a quarter": "EquiNorm, a quarter",
     "WN": "weight norm",
     "ENorm": "ENorm",
     "MSR": "mean shift rejection",
 }
 """The variants of the log that are shown."""
-
-
-def energies(model: Any, example: Any) -> tuple[list[float], list[float]]:
-    """Squared norm of each weight of a model before and after `balance_`, which changes the model."""
-    import equinorm
-
-    weights = [w for w in model.parameters() if w.dim() > 1]
-    before = [float(w.detach().double().square().sum()) for w in weights]
-    equinorm.balance_(model, example)
-    return before, [float(w.detach().double().square().sum()) for w in weights]
+_LABELS = {
+    "groupnorm": (170, 85.3, "right"),
+    "msr": (170, 84.5, "right"),
+    "batchnorm": (45, 91.5, "right"),
+    "unit": (1150, 90.5, "right"),
+}
+"""The methods that are shown, the one drawn last on top, and where their names stand."""
+_SHOWN = [NAMES[method] for method in _LABELS]
+_LOWEST = 84.0
+_SIZE = 15
 
 
 def added(results: Path) -> dict[str, float]:
     """Milliseconds that each method adds to a step, by its name."""
     rows = json.loads((results / STEPS).read_text())["rows"]
-    return {_NAMES[row["variant"]]: row["adds"] for row in rows if row["variant"] in _NAMES}
+    return {_COSTS[row["variant"]]: row["adds"] for row in rows if row["variant"] in _COSTS}
 
 
-def draw(before: Sequence[float], after: Sequence[float], costs: Mapping[str, float], path: Path) -> None:
+def draw(runs: Mapping[str, Mapping[int, Sequence[Row]]], costs: Mapping[str, float], path: Path) -> None:
     """Both panels, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.9), dpi=160, layout="constrained")
+    figure = Figure(figsize=(9, 4.8), dpi=180, layout="constrained")
     FigureCanvasAgg(figure)  # no display, no global state
-    left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
-    layers = range(1, len(before) + 1)
-    left.plot(layers, before, "o-", color=COLOURS["black"], linewidth=1.6, label="as PyTorch starts it")
-    left.plot(layers, after, "D-", color=COLOURS["green"], linewidth=1.6, label="after balance_, same outputs")
-    left.set_yscale("log")
-    left.set_xlabel("layer of VGG-16, from input to output")
-    left.set_ylabel("energy ‖W‖²")
-    left.set_title("Energy of each layer, before and after", loc="left", fontsize=11)
-    left.legend(frameon=False)
-    left.grid(axis="y", color="0.9", linewidth=0.8)
-    names = sorted(costs, key=lambda name: -costs[name])
-    norms = ("BatchNorm", "GroupNorm")
-    right.barh(
-        names, [costs[name] for name in names], color=[COLOURS["blue" if n in norms else "green"] for n in names]
-    )
-    for row, name in enumerate(names):
-        right.annotate(f"{costs[name]:.1f}", (costs[name], row), (5, 0), textcoords="offset points", va="center")
-    right.invert_yaxis()
-    right.set_xlabel("milliseconds added to a step of 11.4 (H200, compiled)")
-    right.set_title("What a method adds to a step of ResNet-18", loc="left", fontsize=11)
+    left, right = figure.subplots(1, 2, width_ratios=[1.15, 1], gridspec_kw={"wspace": 0.06})
+    _accuracies(left, runs)
+    _costs(right, costs)
     for axes in (left, right):
+        axes.tick_params(labelsize=_SIZE - 1)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
 
 
-def main() -> None:
-    """Draw it where README.md shows it."""
-    import torch
-    import torchvision
+def _accuracies(axes: Any, runs: Mapping[str, Mapping[int, Sequence[Row]]]) -> None:
+    colours = looks(NAMES.values())
+    for method, (size, height, side) in _LABELS.items():
+        name = NAMES[method]
+        end = list(curve(axes, name, runs[method], _LOWEST).values())[-1]
+        text = name if end >= _LOWEST else f"{name} ↓ {end:.0f}"
+        axes.text(size, height, text, color=colours[name].colour, ha=side, va="center", fontsize=_SIZE)
+    size_axes(axes, list(runs["unit"]), _LOWEST)
+    axes.set_xlabel("batch size (3 epochs, n = 3)", fontsize=_SIZE)
+    axes.set_title("CIFAR-10 accuracy, %", loc="left", fontsize=_SIZE + 1)
 
-    torch.manual_seed(0)
-    model = torchvision.models.vgg16(num_classes=10)
-    draw(*energies(model, torch.rand(1, 3, 224, 224)), added(Path("results")), Path("docs/images/overview.png"))
+
+def _costs(axes: Any, costs: Mapping[str, float]) -> None:
+    """Names stand at the ends of the bars, that of the longest inside; colours are those of the other panel."""
+    names = sorted(costs, key=lambda name: -costs[name])
+    known = looks(NAMES.values())
+    colours = [known[name].colour if name in _SHOWN else "0.7" for name in names]
+    axes.barh(names, [costs[name] for name in names], color=colours)
+    for row, name in enumerate(names):
+        inside = costs[name] > 0.6 * costs[names[0]]
+        shift, side = (-6, "right") if inside else (6, "left")
+        text, at = f"{name} {costs[name]:.1f}", (costs[name], row)
+        axes.annotate(text, at, (shift, 0), textcoords="offset points", ha=side, va="center", fontsize=_SIZE)
+    axes.invert_yaxis()
+    axes.set_yticks([])
+    axes.set_xlabel("ms (ResNet-18, H200, compiled)", fontsize=_SIZE)
+    axes.set_title("Added to a step of 11.4 ms", loc="left", fontsize=_SIZE + 1)
 
 
 if __name__ == "__main__":
-    main()
+    draw(by_batch(Log(RESULTS)), added(Path("results")), Path("docs/images/overview.png"))

@@ -54,6 +54,8 @@ _KNOWN: tuple[tuple[str, str, str, Line], ...] = (
     (r"enorm-impl-1\.2", "vermillion", "^", "--"),
     (r"equinorm", "green", "D", "-"),
     (r"msr|mean shift rejection|czmig", "vermillion", "^", "-"),
+    (r"unit filters", "purple", "o", "-"),
+    (r"scaled ws with agc", "orange", "X", "-"),
 )
 _LINES: tuple[Line, ...] = ("-", "--", ":", "-.")
 _NAMES = {colour: name for name, colour in COLOURS.items()}
