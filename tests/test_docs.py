@@ -384,6 +384,8 @@ def test_what_the_text_says_of_batch_sizes_is_what_the_log_says() -> None:
         ("Statistics taken anew after training change it by ", max(anew)),
         ("At 8 the difference is ", mean_accuracy(runs["unit"][8]) - mean_accuracy(runs["groupnorm"][8])),
         ("At 32 alone mean shift rejection gains ", gain["msr"]),
+        ("Unit filters had the record's ", sum(len(log.of(part, method="unit")) for part in ("ladder", "refine"))),
+        ("At 512 these leave it at ", tried(log, "settings", "msr")[16.0, "sum", 0.1, False][512]),
         ("no noise give scaled WS with AGC ", gain["ws_agc"]),
         ("BatchNorm is ahead of unit filters by ", second["batchnorm"] - second["unit"]),
         ("Unit filters are ahead of GroupNorm by ", second["unit"] - second["groupnorm"]),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from equinorm.cli import main as cli
-from equinorm.lab.record import main, plans, sizes
+from equinorm.lab.record import main, picture, plans, sizes
 from equinorm.lab.record.config import METHODS, Config, method, rates
 from equinorm.lab.record.data import Pixels, addresses, normalized, read_cifar10, toy_images
 from equinorm.lab.record.log import Log
@@ -23,6 +23,7 @@ from equinorm.lab.record.plans import record_config, refined
 from equinorm.lab.record.runner import OutOfTimeError, Runner
 from equinorm.lab.record.sizes import SECOND_NET, chosen_rates, chosen_setting
 from equinorm.lab.record.training import Training, together
+from equinorm.lab.report import energies, overview
 from equinorm.unitfilters.functional import orthogonalize, project_
 from equinorm.unitfilters.muon import Muon
 
@@ -517,3 +518,29 @@ def test_a_part_that_does_not_exist(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "everything"])
     assert "no part is called everything" in capsys.readouterr().err
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def batch_rows(method, accuracies):
+    return [
+        {"key": f"{method}{size}{seed}", "part": "batch", "on": "test", "method": method, "batch": size, "accuracy": a}
+        for size, both in accuracies.items()
+        for seed, a in enumerate(both)
+    ]
+
+
+def test_pictures_of_batch_sizes(tmp_path):
+    """Also of a method that falls below the axis, whose last number is written."""
+    log = Log(tmp_path)
+    for name in picture.NAMES:
+        for row in batch_rows(name, {128: (90, 91), 2: (88, 89), 1024: (70, 71) if name == "msr" else (90, 92)}):
+            log.append(row)
+    runs = picture.by_batch(log)
+    assert list(runs["unit"]) == [2, 128, 1024]
+    assert [row["accuracy"] for row in runs["msr"][1024]] == [70, 71]
+    picture.draw_batches(log, tmp_path / "sizes.png")
+    overview.draw(runs, {"BatchNorm": 3.0, "ENorm": 0.1}, tmp_path / "overview.png")
+    energies.draw([1.0, 9.0], [3.0, 3.0], tmp_path / "energies.png")
+    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("sizes", "overview", "energies"))
