@@ -182,8 +182,6 @@ timm_model("coat_lite_tiny", img_size=64, serial_depths=(1, 2, 1, 1))
 timm_model("pvt_v2_b0", depths=(2, 1, 1, 1))
 # Its linear attention casts to float32, and rounds as that does.
 timm_model("efficientvit_b0", tolerance=1e-6, depths=(1, 1, 1, 2))
-# Pooling keeps the first norm's scales up to the layer scale; second norm; end of the MLP. Last norm 512.
-timm_model("poolformer_s12", scales=3 * (64 + 128 + 2 * 320 + 512) + 512, exact=True, layers=(1, 1, 2, 1))
 timm_model("repvgg_a0")
 timm_model("ghostnet_100")
 timm_model("hrnet_w18_small")
@@ -196,6 +194,27 @@ timm_model("dla34", size=32)
 timm_model("ese_vovnet19b_dw", size=32)
 timm_model("mobileone_s0", size=32)
 timm_model("lcnet_050")
+
+
+def _poolformer() -> nn.Module:
+    from timm.models.metaformer import GroupNorm1, MetaFormer
+
+    return MetaFormer(
+        num_classes=5,
+        depths=(1, 1, 2, 1),
+        dims=(32, 64, 96, 128),
+        downsample_norm=None,
+        mlp_act=nn.GELU,
+        mlp_bias=True,
+        norm_layers=GroupNorm1,
+        layer_scale_init_values=1e-5,
+        res_scale_init_values=None,
+        use_mlp_head=False,
+    )
+
+
+# Pooling keeps the first norm's scales up to the layer scale; second norm; end of the MLP. Last norm 128.
+TIMM["poolformer"] = Entry(_poolformer, image(), scales=3 * (32 + 64 + 2 * 96 + 128) + 128, exact=True)
 
 
 def _convmixer() -> nn.Module:

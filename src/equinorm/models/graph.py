@@ -11,8 +11,9 @@ of `no_grad` and autocast are read as if they stood in line. Nothing goes by the
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -396,15 +397,30 @@ def channels_meet(layer: nn.Module, step: Step) -> bool:
 
 def _exported(model: nn.Module, example_inputs: Any) -> torch.export.ExportedProgram:
     args, kwargs = example_arguments(model, example_inputs)
-    try:
-        return export(model, args, kwargs)[0]
-    except TraceError:
-        if not model.training:
+    with _without_stack_traces():
+        try:
+            return export(model, args, kwargs)[0]
+        except TraceError:
+            if not model.training:
+                raise
+            # A batch of one has no statistics to train with, but the modules are called all the same.
+            with modes_kept(model), suppress(TraceError):  # the first error is about the model as it was given
+                return export(model.eval(), args, kwargs)[0]
             raise
-        # A batch of one has no statistics to train with, but the modules are called all the same.
-        with modes_kept(model), suppress(TraceError):  # the first error is about the model as it was given
-            return export(model.eval(), args, kwargs)[0]
-        raise
+
+
+@contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Nobody reads where in Python the nodes of this graph were made; noting it is a tenth of the time of `convert`."""
+    config: Any = sys.modules.get("torch.fx.config")
+    if not hasattr(config, "do_not_emit_stack_traces"):  # an older torch always notes it
+        yield
+        return
+    before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def _state_names(exported: torch.export.ExportedProgram) -> dict[str, str]:
