@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
 # Images for containers often forbid Python to keep what it has compiled. Then each of the many processes of the tests
-# would compile the modules of torch anew: an eighth of all their time.
+# would compile the modules of torch anew, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

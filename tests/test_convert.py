@@ -1070,6 +1070,21 @@ def test_trace_errors_pass_through() -> None:
         convert(model, "equinorm", images())
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_the_setting_of_stack_traces_is_as_before(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion turns them off for its own export; `Symmetry.explain` takes lines of the user's code from them."""
+    config = pytest.importorskip("torch.fx.config")
+    if not hasattr(config, "do_not_emit_stack_traces"):
+        pytest.skip("this torch always notes where a node was made")
+    monkeypatch.setattr(config, "do_not_emit_stack_traces", before)
+    convert(Small(), "groupnorm", images())
+    assert config.do_not_emit_stack_traces is before
+    model = Net(lambda m, x: m.norm(m.conv(x)) if x.sum() > 0 else x, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3))
+    with pytest.raises(TraceError):
+        convert(model, "equinorm", images())
+    assert config.do_not_emit_stack_traces is before
+
+
 def test_a_batch_of_one_will_do_in_training_mode() -> None:
     """Batch norm refuses it, with one value per channel; which module feeds which is the same in evaluation."""
     model, report = convert(Small(), "equinorm", images(1))

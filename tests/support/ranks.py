@@ -32,11 +32,7 @@ import torch
 import torch.distributed as dist
 
 # Imported once, by the process that the others are copies of.
-PRELOADED = [
-    *("pytest", "torch._dynamo", "torch.export", "torch.nn.parallel.distributed", "equinorm.conversion"),
-    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"),
-    "equinorm.lab.bench.llama",
-]
+PRELOADED = ["pytest", "torch._dynamo", "torch.export", "torch.nn.parallel.distributed", "equinorm.conversion"]
 START = 600.0
 """Seconds that processes have to start: on a loaded machine their imports may take minutes."""
 GRACE = 10.0

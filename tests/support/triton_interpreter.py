@@ -89,7 +89,7 @@ def _patch_language_once_a_launch(interpreter: Any) -> None:
 
 def _look_for_no_overflows(interpreter: Any) -> None:
     """Triton's interpreter calculates of all sums and products of integers whether they overflow, and drops what it
-    finds, as it is not in debug mode: a third of its time. A GPU does not look for them either."""
+    finds, as it is not in debug mode: a quarter of the time of its tests. A GPU does not look for them either."""
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow"):
         assert not builder.options.debug

@@ -70,12 +70,18 @@ vision("efficientnet_b0", scales=16 + 24 + 40 + 80 + 112 + 192 + 320, exact=True
 vision("efficientnet_v2_s", size=32, scales=48 + 64 + 128 + 160 + 256, exact=True)
 vision("regnet_x_400mf", scales=10_000)
 vision("regnet_y_400mf", scales=10_288, exact=True)
+# Per block the norm and the end of the branch (before its layer scale), 2 * 6,624; the norms between the
+# stages, 672, and the last, 768. The streams end in norms and are frozen.
+vision("convnext_tiny", size=32, scales=14_688, exact=True)
 # No sums at all, only concatenation and shuffling: all channels of all norms.
 vision("shufflenet_v2_x0_5", scales=3_976, exact=True)
 vision("shufflenet_v2_x1_0", scales=8_090, exact=True)
 # 96 (64), and 2 * (144 + 288 + 432 + 576) in the fire modules.
 vision("squeezenet1_0", scales=96 + 2_880, exact=True)
 vision("squeezenet1_1", scales=64 + 2_880, exact=True)
+# Two norms, queries against keys, and values for each block, 4 * 4,416; norms between the stages
+# 384 + 768 + 1,536; the last 768.
+vision("swin_t", size=64, scales=4 * 4_416 + 2_688 + 768, exact=True)
 # Norms at the ends of branches: streams 96 + 192 + 384, values 4,416, the last norm, 12 position MLPs of 512.
 vision("swin_v2_t", size=64, scales=672 + 4_416 + 768 + 12 * 512)
 # As ResNet-50, with the 512 channels of the head and the 256 of the auxiliary one.
@@ -194,6 +200,12 @@ timm_model("dla34", size=32)
 timm_model("ese_vovnet19b_dw", size=32)
 timm_model("mobileone_s0", size=32)
 timm_model("lcnet_050")
+
+
+timm_model("mixer_s32_224", scales=8 * (1 + 512) + 512, exact=True, img_size=64)
+timm_model("resmlp_12_224", scales=384 + 12 * (1 + 1 + 384 + 384) + 384, exact=True, img_size=64)
+timm_model("gmlp_ti16_224", img_size=64)
+timm_model("poolformer_s12", scales=3 * (2 * 64 + 2 * 128 + 6 * 320 + 2 * 512) + 512, exact=True)
 
 
 def _poolformer() -> nn.Module:

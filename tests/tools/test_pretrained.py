@@ -408,9 +408,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+STEP = 1 if with_slow_tests() else 3
+"""From one moment that is tried to the next."""
+
+
 def moments(bound: Bound, plan: Plan, how: str) -> Iterator[tuple[int, int]]:
-    """Moments at which writing was ended, every third or with the slow tests every, and how; until one is too late."""
-    for moment in range(1, 1000, 1 if with_slow_tests() else 3):
+    """Moments at which writing was ended, and how; until one is too late."""
+    for moment in range(1, 1000, STEP):
 
         def work(moment: int = moment) -> None:
             ended_at(moment, how)
@@ -437,7 +441,7 @@ def test_ended_at_any_moment_there_is_nothing_or_a_whole_folder(how: str) -> Non
         if how == "interrupted":
             assert set(os.listdir()) == {"old", "whole"}, moment
     assert codes.count(0) == 1
-    assert len(codes) > len(whole)
+    assert STEP * len(codes) > 3 * len(whole)
     # what a killed process left behind is gone with the next that writes there
     assert set(os.listdir()) == {"old", "whole"}
 
