@@ -367,6 +367,7 @@ def main() -> None:
     text = table_of(list(rows.values()))
     print(text)
     if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
         head = "".join(f"{key}: {value}\n" for key, value in about.items())
         write_text(given.out / "mappings.txt", f"{head}\n{text}\n")
         write_text(given.out / "mappings.json", json.dumps({**about, "rows": list(rows.values())}, indent=1) + "\n")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,3 +177,36 @@ def test_experts_are_unfolded() -> None:
     every = {f"{mlp}.experts.{e}.{name}_proj" for e in range(3) for name in ("gate", "up")}
     assert set(readers) == {f"{mlp}.gate", *every}
     assert all(symmetry.prove(mapping, x) < 1e-12 for mapping in symmetry.mappings())
+
+
+def test_the_docs_say_what_the_log_says() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "results" / "mappings.json").read_text())["rows"]
+    done = [row for row in rows if "why_not" not in row]
+    in_registry = [row for row in done if row.get("registry_kept") or row.get("registry_refuted")]
+    refuted = [row for row in done for _ in row.get("registry_refuted", {})]
+    seconds = [row["trace_seconds"] for row in done]
+
+    def total(key: str) -> int:
+        return sum(row.get(key, 0) for row in done)
+
+    expected = {
+        "architectures measured": f"{len(done)}, of which {len(in_registry)} are in the registry",
+        "left out": f"{len(rows) - len(done)}",
+        "mappings found": f"{total('found'):,}",
+        "in the form of other tools": f"{total('form'):,}",
+        "largest change, moved in float64": f"{max(row['worst'] for row in done):.0e}",
+        "largest change, applied as llm-compressor does": f"{max(row.get('applied_worst') or 0 for row in done):.0e}",
+        "mappings of the registry that hold": (
+            f"{total('registry_kept')}, of which {total('registry_also_ours')} were found alike"
+        ),
+        "mappings of the registry that do not": (
+            f"{len(refuted)}, in {len({row['architecture'] for row in refuted})} architectures"
+        ),
+        "tracing, seconds of processor time": (
+            f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+        ),
+    }
+    text = (root / "docs" / "criteria.md").read_text().partition("(`results/mappings.txt`)")[2]
+    found = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text.partition("## ")[0], re.MULTILINE))
+    assert {name: found.get(name) for name in expected} == expected
