@@ -240,4 +240,4 @@ def test_what_is_sent_and_what_a_folder_costs(tmp_path: Path) -> None:
     assert folder["norm_after"] < folder["norm_before"]
     assert folder["imbalance"] < 1e-8
     assert folder["processor_seconds"] > 0
-    assert folder["program_bytes"] < folder["peak_bytes"]
+    assert folder["program_bytes"] <= folder["peak_bytes"]  # a quick folder may fit into what importing torch took

@@ -15,7 +15,7 @@ from torch import nn
 from equinorm.cli import main as cli
 from equinorm.lab.record import main, picture, plans, sizes
 from equinorm.lab.record.config import METHODS, Config, method, rates
-from equinorm.lab.record.data import Pixels, addresses, normalized, read_cifar10, toy_images
+from equinorm.lab.record.data import Pixels, addresses, as_pixels, normalized, read_cifar10, toy_images
 from equinorm.lab.record.log import Log
 from equinorm.lab.record.net import net_of, whitening_weights
 from equinorm.lab.record.optimizer import FlatOptimizer, schedule
@@ -138,6 +138,24 @@ def test_the_second_net_is_a_resnet_20(images):
     torch.testing.assert_close(read[9], F.gelu(around + branch(7)))
 
 
+def test_equinorm_reads_pixels_where_its_first_layer_reads_images(images):
+    """It divides by what the means of its inputs give: the second net was not finite on centred images."""
+    x = normalized(images.train, torch.float32)
+    assert as_pixels(x)[:, 3].eq(0).all()
+    torch.testing.assert_close(255 * as_pixels(x)[:, :3], images.train.float(), atol=1e-3, rtol=0)
+    largest = {}
+    for pixels in (False, True):
+        torch.manual_seed(0)
+        net = net_of(method("equinorm", **{**SECOND_NET, "pixels": pixels})).train()
+        net.stages[0].register_forward_hook(
+            lambda *_, pixels=pixels: largest.update({pixels: float(_[2].detach().abs().max())})
+        )
+        # channels whose means are small beside their deviations, as those of normalized photographs are
+        net(x - x.mean((0, 2, 3), keepdim=True) if not pixels else x)
+    assert largest[True] < 10
+    assert largest[False] > 1000
+
+
 def test_matrices_in_one_stack_are_orthogonalized_each_by_itself(images, pixels):
     """Zeros around the smaller ones must not change them."""
     optimizer = training(images, pixels).optimizer
@@ -161,7 +179,13 @@ def test_what_gained_alone_is_tried_together(images, tmp_path):
     for name, setting in tries.items():
         log(setting, better.get(name, 80))
     assert sizes._together(run, "settings", "unit", tries, {}) == {"factor": 4.0, "rule": "root", "noise": 0.1}
-    assert chosen_setting(run, "unit") == {"factor": 2.0, "rule": "root", "noise": 0.1, "dirac": True}
+    assert chosen_setting(run, "unit") == {
+        "factor": 2.0,
+        "rule": "root",
+        "noise": 0.1,
+        "dirac": True,
+        "pixels": False,
+    }
     # where nothing but the rates gained, they go further
     rates_alone = {name: tries[name] for name in ("as chosen", "half the rates", "twice the rates")}
     assert sizes._together(run, "settings", "unit", rates_alone, {}) == {"factor": 8.0, "rule": "root"}

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 
 import equinorm
 
+from ...errors import UserError
 from ..nets import build
 from ..training.trainer import chosen_device
 from .facts import facts, save
@@ -201,7 +203,8 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="equinorm.lab.bench.floors", description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="equinorm.lab.bench.floors", description=__doc__, formatter_class=raw)
     parser.add_argument("--device", help="cuda if there is one")
     parser.add_argument("--only", action="append", default=[], choices=NETWORKS, help="only this network; repeat it")
     parser.add_argument("--repeats", type=int, default=5)
@@ -219,4 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"equinorm: {error}")

@@ -1,7 +1,7 @@
 """CIFAR-10 without batch statistics: to 94 % in seconds, and at any batch size.
 
-`config` says what a run is, `net` what it trains, `optimizer` and `training` how; `plans` what is run and in which
-order; `run` is the command.
+`config` says what a run is, `net` what it trains, `optimizer` and `training` how; `plans` what is run for the
+record, `sizes` for accuracy against batch size; `run` is the command.
 
 >>> from equinorm.lab.record import main; main(["--data", "data", "--minutes", "10", "--only", "final"])
 """

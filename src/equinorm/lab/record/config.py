@@ -33,6 +33,8 @@ class Config:
 
     # the net
     net: Literal["airbench", "resnet20"] = "airbench"
+    pixels: bool = False
+    """ResNet-20 reads pixels in [0, 1], as EquiNorm's first layer should: it divides by what the means give."""
     widths: tuple[int, int, int] = (64, 256, 256)
     activation: Literal["silu", "gelu", "relu"] = "silu"
     mix: float = 0.3

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["HELD_OUT", "Images", "Pixels", "addresses", "normalized", "read_cifar10", "toy_images"]
+__all__ = ["HELD_OUT", "Images", "Pixels", "addresses", "as_pixels", "normalized", "read_cifar10", "toy_images"]
 
 MEAN = (0.4914, 0.4822, 0.4465)
 DEVIATION = (0.2470, 0.2435, 0.2616)
@@ -52,7 +52,7 @@ def read_cifar10(folder: Path, device: torch.device | str) -> Images:
     parts = []
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing: unpack cifar-10-binary.tar.gz into {folder.parent}")
+            raise FileNotFoundError(f"{folder / name} is missing: unpack cifar-10-binary.tar.gz into --data")
         parts.append(np.fromfile(folder / name, np.uint8).reshape(-1, 3073))
     rows = torch.from_numpy(np.concatenate(parts)).to(device)
     images, labels = rows[:, 1:].reshape(-1, 3, SIZE, SIZE).contiguous(), rows[:, 0].long()
@@ -80,6 +80,13 @@ def normalized(images: Tensor, dtype: torch.dtype) -> Tensor:
         part = images[start : start + 10000].float()
         out[start : start + 10000, :3] = (part.div_(255).sub_(mean).div_(deviation)).to(dtype)
     return out
+
+
+def as_pixels(images: Tensor) -> Tensor:
+    """What `normalized` was made of, in [0, 1]; the channel of zeros stays one."""
+    mean, deviation = ((*values, *[0.0] * (CHANNELS - 3)) for values in (MEAN, DEVIATION))
+    scale, shift = (torch.tensor(values, device=images.device).to(images.dtype) for values in (deviation, mean))
+    return images * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
 
 
 class Pixels:

@@ -18,7 +18,7 @@ from ...equilibrium.layers import EquiNormConv2d
 from ...launch import plain_only
 from ...msr import zero_mean_init_
 from .config import Config, rates
-from .data import CHANNELS
+from .data import CHANNELS, as_pixels
 
 __all__ = ["Airbench", "Net", "ResNet20", "Stage", "net_of", "whitening_weights"]
 
@@ -312,6 +312,7 @@ class ResNet20(Net):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, config.widths[-1])
+        self.pixels = config.pixels
         self.stages.append(self.stage(CHANNELS, config.widths[0], config))
         self.noise_channels = [0]
         inputs = config.widths[0]
@@ -325,7 +326,7 @@ class ResNet20(Net):
 
     def features(self, x: Tensor, run: Callable[[int, Tensor], Tensor], train_whitening: bool = True) -> Tensor:
         stages = self._stages()
-        x = stages[0].activation(run(0, x))
+        x = stages[0].activation(run(0, as_pixels(x) if self.pixels else x))
         for first in range(1, len(stages), 2):
             activation, stride = stages[first + 1].activation, stages[first].stride
             y = run(first + 1, activation(run(first, x)))

@@ -1,6 +1,7 @@
-"""`python -m equinorm.lab.record.run --data DIR --out DIR --minutes M --only check,ladder,refine,final,choose`
+"""`python -m equinorm.lab.record.run --data DIR --out DIR --minutes M --only choose,settings,batch,second-net,lengths`
 
-Everything that fits in that time, in the order of importance; what stands in the logs already is not run again.
+The parts that are named, as far as the time goes; what stands in the logs already is not run again. For the record
+these are check, ladder, refine and final; for accuracy against batch size choose, settings, batch, second-net, lengths.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...errors import UserError
 from .check import check
 from .config import RECORD, Config
 from .data import read_cifar10, toy_images
@@ -104,4 +106,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (FileNotFoundError, UserError) as error:
+        sys.exit(f"equinorm record: {error}")

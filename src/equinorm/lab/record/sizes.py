@@ -84,7 +84,8 @@ def _best(run: Runner, part: str, norm: str, fields: Sequence[str]) -> Setting |
     """The values of these fields with the best mean accuracy, of those that were run at both sizes."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for row in run.log.of(part, method=norm, images="toy" if run.toy else "cifar10"):
-        found.setdefault(tuple(row["config"][field] for field in fields), []).append(row["accuracy"])
+        values = tuple(row["config"].get(field, getattr(Config(), field)) for field in fields)  # older rows have fewer
+        found.setdefault(values, []).append(row["accuracy"])
     complete = {values: mean(both) for values, both in found.items() if len(both) == len(CHOSEN_AT)}
     if not complete:
         return None
@@ -183,7 +184,7 @@ def _together(run: Runner, part: str, norm: str, tries: dict[str, Setting], net:
 
 def chosen_setting(run: Runner, norm: str, part: str = "settings") -> Setting:
     """What was best over three epochs; what `choose` found if nothing was tried."""
-    return _best(run, part, norm, ("factor", "rule", "noise", "dirac")) or chosen_rates(run, norm)
+    return _best(run, part, norm, ("factor", "rule", "noise", "dirac", "pixels")) or chosen_rates(run, norm)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def lengths(run: Runner, seeds: int = 3) -> None:
 
 def second_net(run: Runner, seeds: int = 3) -> None:
     """A ResNet-20: rates around what the first net has, chosen as there, then two sizes on the test set."""
-    first = {norm: chosen_setting(run, norm) for norm in ORDER}
+    first = {norm: {**chosen_setting(run, norm), "pixels": norm == "equinorm"} for norm in ORDER}
     tries = {norm: {"as chosen": setting} | _rates_around(setting) for norm, setting in first.items()}
     _try_all(run, "settings-resnet20", tries, SECOND_NET)
     chosen = {norm: chosen_setting(run, norm, "settings-resnet20") for norm in ORDER}
